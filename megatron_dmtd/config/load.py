@@ -1,0 +1,115 @@
+"""Configuration from YAML files and dotted command-line overrides, and back to YAML.
+
+`train.py --config a.yaml --optimizer.lr 1e-4`: later arguments win. Parsing is jsonargparse's; this module adds the closest known
+name to an unknown key and turns every parse error into a `ConfigError`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonargparse
+import yaml
+
+from megatron_dmtd.config.sections import Config
+from megatron_dmtd.errors import ConfigError
+
+jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+
+def known_keys() -> list[str]:
+    """Every dotted key of the configuration, such as `optimizer.lr`."""
+    keys = []
+    for section in dataclasses.fields(Config):
+        section_type = section.default_factory
+        assert isinstance(section_type, type), section.name
+        keys += [f"{section.name}.{item.name}" for item in dataclasses.fields(section_type)]
+    return keys
+
+
+def make_parser(*, description: str, prog: str | None = None) -> jsonargparse.ArgumentParser:
+    """A parser of `--config FILE` and of one `--section.field` per configuration field."""
+    parser = jsonargparse.ArgumentParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--config", action="config", help="YAML file of settings; may be given more than once, later ones win")
+    for section in dataclasses.fields(Config):
+        parser.add_class_arguments(section.default_factory, section.name)
+    return parser
+
+
+def _closest(name: str) -> str:
+    name = name.lstrip("-")
+    keys = known_keys()
+    candidates = keys + sorted({key.split(".")[0] for key in keys})
+    by_leaf = {key.split(".")[-1]: key for key in keys}
+    matches = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
+    if not matches:
+        matches = [by_leaf[leaf] for leaf in difflib.get_close_matches(name.split(".")[-1], by_leaf, n=1, cutoff=0.5)]
+    return f"did you mean {matches[0]}?" if matches else "see --help for the known keys"
+
+
+#: how jsonargparse words an unknown setting; the key is the named groups joined by a dot
+_UNKNOWN = (
+    re.compile(r"unrecognized arguments: --(?P<leaf>[-\w.]+)", re.IGNORECASE),
+    re.compile(r"Group '(?P<group>[\w.]+)' does not accept option '(?P<leaf>[\w.]+)'"),
+    re.compile(r"Option '(?P<leaf>[\w.]+)' is not accepted"),
+)
+
+
+def _as_config_error(error: Exception) -> ConfigError:
+    text = str(error).strip()
+    for pattern in _UNKNOWN:
+        if match := pattern.search(text):
+            key = ".".join(part for part in (match.groupdict().get("group"), match["leaf"]) if part)
+            return ConfigError(found=f"unknown setting {key}", required="a known setting", remedy=_closest(key))
+    return ConfigError(found=text, required="values of the types that --help shows", remedy="correct the setting named above")
+
+
+def to_config(namespace: Any) -> Config:
+    """The sections of a parsed namespace as a `Config`."""
+    sections = {}
+    for section in dataclasses.fields(Config):
+        values = namespace[section.name].as_dict()
+        for item in dataclasses.fields(section.default_factory):
+            if isinstance(values[item.name], list):
+                values[item.name] = tuple(values[item.name])
+        sections[section.name] = section.default_factory(**values)
+    return Config(**sections)
+
+
+def parse(parser: jsonargparse.ArgumentParser, arguments: Sequence[str] | None = None) -> Any:
+    """Parse `arguments`; raise `ConfigError` with the closest name for an unknown setting."""
+    try:
+        return parser.parse_args(arguments)
+    except (jsonargparse.ArgumentError, TypeError) as error:
+        raise _as_config_error(error) from error
+
+
+def load_config(arguments: Sequence[str]) -> Config:
+    """A `Config` from command-line style arguments, such as `["--config", "a.yaml", "--optimizer.lr", "1e-4"]`."""
+    return to_config(parse(make_parser(description=""), arguments))
+
+
+def to_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """The configuration as plain nested dictionaries of JSON and YAML values."""
+    plain = dataclasses.asdict(config)
+    return {
+        section: {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        for section, values in plain.items()
+    }
+
+
+def to_yaml(config: Config) -> str:
+    """The whole resolved configuration as YAML, in the order of the sections."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False)
+
+
+def from_yaml(path: str | Path) -> Config:
+    """A `Config` from a YAML file alone. Raises `ConfigError` if it is absent or holds unknown settings."""
+    if not Path(path).is_file():
+        raise ConfigError(found=f"no file {path}", required="a YAML file of settings", remedy="check the path")
+    return load_config(["--config", str(path)])

@@ -1,0 +1,268 @@
+"""One validation of a whole configuration. It refuses or returns; it never changes a value."""
+
+from __future__ import annotations
+
+from megatron_dmtd.config.sections import Config, CycleConfig, DataConfig, ModelConfig, ParallelConfig
+from megatron_dmtd.cycle import VARIANTS
+from megatron_dmtd.errors import ConfigError
+
+
+def _require(condition: bool, *, found: str, required: str, remedy: str) -> None:
+    if not condition:
+        raise ConfigError(found=found, required=required, remedy=remedy)
+
+
+def _require_positive(section: str, values: dict[str, float]) -> None:
+    for name, value in values.items():
+        _require(
+            value > 0,
+            found=f"{section}.{name} = {value}",
+            required="a positive number",
+            remedy=f"set {section}.{name} to 1 or more",
+        )
+
+
+def _require_not_negative(section: str, values: dict[str, float]) -> None:
+    for name, value in values.items():
+        _require(
+            value >= 0,
+            found=f"{section}.{name} = {value}",
+            required="zero or a positive number",
+            remedy=f"set {section}.{name} to 0 or more",
+        )
+
+
+def validate_model(model: ModelConfig) -> None:
+    """Raise `ConfigError` if the decoder's shape contradicts itself."""
+    counts = (
+        "num_layers hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size "
+        "max_position_embeddings rope_theta rms_norm_eps init_std"
+    )
+    _require_positive("model", {name: getattr(model, name) for name in counts.split()})
+    _require(
+        model.num_attention_heads % model.num_key_value_heads == 0,
+        found=f"{model.num_attention_heads} query heads over {model.num_key_value_heads} key-value heads",
+        required="query heads that are a multiple of the key-value heads",
+        remedy="change model.num_attention_heads or model.num_key_value_heads",
+    )
+    _require(
+        model.head_dim % 2 == 0,
+        found=f"model.head_dim = {model.head_dim}",
+        required="an even number: rotary embedding turns pairs",
+        remedy="set model.head_dim to an even number",
+    )
+
+
+def validate_cycle(cycle: CycleConfig, model: ModelConfig) -> None:
+    """Raise `ConfigError` if the method's settings do not fit the decoder."""
+    _require(
+        cycle.cycle_length >= 1,
+        found=f"cycle.cycle_length = {cycle.cycle_length}",
+        required="a cycle of at least one token",
+        remedy="set cycle.cycle_length to 1 or more (4 is usual)",
+    )
+    if cycle.is_vanilla:
+        return
+    _require(
+        cycle.variant in VARIANTS,
+        found=f"cycle.variant = {cycle.variant!r}",
+        required="one of vanilla, " + ", ".join(VARIANTS),
+        remedy="choose one of these",
+    )
+    _require(
+        1 <= cycle.num_parallel_layers < model.num_layers,
+        found=f"{cycle.num_parallel_layers} parallel layers of {model.num_layers} layers",
+        required="at least one parallel and at least one sequential layer, which add up to model.num_layers",
+        remedy=f"set cycle.num_parallel_layers between 1 and {model.num_layers - 1}",
+    )
+    _require(
+        0 <= cycle.mask_token_id < model.vocab_size,
+        found=f"cycle.mask_token_id = {cycle.mask_token_id}",
+        required=f"an id of the vocabulary, 0 to {model.vocab_size - 1}",
+        remedy="use the id of a special token that no text contains",
+    )
+
+
+def validate_parallel(parallel: ParallelConfig, model: ModelConfig, cycle: CycleConfig) -> None:
+    """Raise `ConfigError` if the layout cannot hold the model."""
+    _require_positive("parallel", {name: getattr(parallel, name) for name in ("tensor", "pipeline", "timeout_s")})
+    for name, heads in (
+        ("num_attention_heads", model.num_attention_heads),
+        ("num_key_value_heads", model.num_key_value_heads),
+    ):
+        _require(
+            heads % parallel.tensor == 0,
+            found=f"model.{name} = {heads} over parallel.tensor = {parallel.tensor}",
+            required="heads that the tensor-parallel ranks divide",
+            remedy=f"set parallel.tensor to a divisor of {heads}",
+        )
+    _require(
+        model.intermediate_size % parallel.tensor == 0,
+        found=f"model.intermediate_size = {model.intermediate_size} over parallel.tensor = {parallel.tensor}",
+        required="an intermediate size that the tensor-parallel ranks divide",
+        remedy="change parallel.tensor",
+    )
+    _require(
+        not (parallel.sequence_parallel and parallel.tensor == 1),
+        found="parallel.sequence_parallel with parallel.tensor = 1",
+        required="two or more tensor-parallel ranks",
+        remedy="set parallel.tensor to 2 or more, or parallel.sequence_parallel to false",
+    )
+    _require(
+        not parallel.overlap_param_gather or (parallel.distributed_optimizer and parallel.overlap_grad_reduce),
+        found="parallel.overlap_param_gather without both distributed_optimizer and overlap_grad_reduce",
+        required="both of them",
+        remedy="set all three, or parallel.overlap_param_gather to false",
+    )
+    _validate_stages(parallel, model, cycle)
+
+
+def _validate_stages(parallel: ParallelConfig, model: ModelConfig, cycle: CycleConfig) -> None:
+    _require(
+        parallel.pipeline <= model.num_layers,
+        found=f"{parallel.pipeline} pipeline stages for {model.num_layers} layers",
+        required="at least one layer on each stage",
+        remedy=f"set parallel.pipeline to {model.num_layers} or less",
+    )
+    if not parallel.stage_layers:
+        return
+    stages = parallel.stage_layers
+    shown = " + ".join(map(str, stages))
+    _require(
+        len(stages) == parallel.pipeline,
+        found=f"parallel.stage_layers lists {len(stages)} stages ({shown}), parallel.pipeline is {parallel.pipeline}",
+        required="one number per stage",
+        remedy="make the two agree",
+    )
+    _require(
+        all(count > 0 for count in stages),
+        found=f"parallel.stage_layers = {shown}",
+        required="at least one layer on each stage",
+        remedy="move a layer to the empty stage, or use fewer stages",
+    )
+    _require(
+        sum(stages) == model.num_layers,
+        found=f"parallel.stage_layers = {shown} = {sum(stages)} layers",
+        required=f"exactly the model's {model.num_layers} layers",
+        remedy="correct parallel.stage_layers",
+    )
+    if not cycle.is_vanilla and parallel.pipeline > 1:
+        boundaries = [sum(stages[: i + 1]) for i in range(len(stages))]
+        _require(
+            cycle.num_parallel_layers in boundaries,
+            found=f"stages end after layers {boundaries}",
+            required=f"a stage that ends after the {cycle.num_parallel_layers} parallel layers",
+            remedy="move the boundary, or leave parallel.stage_layers empty",
+        )
+
+
+def validate_data(data: DataConfig, config: Config) -> None:
+    """Raise `ConfigError` if rows and cycles do not fit each other."""
+    _require_positive("data", {"seq_length": data.seq_length})
+    _require(
+        data.seq_length % config.cycle.cycle_length == 0,
+        found=f"data.seq_length = {data.seq_length} with cycle.cycle_length = {config.cycle.cycle_length}",
+        required="rows of whole cycles",
+        remedy="set data.seq_length to a multiple of cycle.cycle_length",
+    )
+    tensor = config.parallel.tensor
+    _require(
+        not config.parallel.sequence_parallel or data.seq_length % tensor == 0,
+        found=f"data.seq_length = {data.seq_length} with sequence parallelism over {tensor} ranks",
+        required="rows that the tensor-parallel ranks divide",
+        remedy=f"set data.seq_length to a multiple of {tensor}",
+    )
+    _require(
+        data.seq_length <= config.model.max_position_embeddings,
+        found=f"data.seq_length = {data.seq_length}, model.max_position_embeddings = {config.model.max_position_embeddings}",
+        required="rows no longer than the model's positions",
+        remedy="shorten the rows, or raise model.max_position_embeddings",
+    )
+    _require(
+        0 <= data.pad_token_id < config.model.vocab_size,
+        found=f"data.pad_token_id = {data.pad_token_id}",
+        required=f"an id of the vocabulary, 0 to {config.model.vocab_size - 1}",
+        remedy="use the tokenizer's pad or end-of-text id",
+    )
+
+
+def _validate_optimizer(config: Config) -> None:
+    optimizer = config.optimizer
+    _require_positive("optimizer", {"lr": optimizer.lr, "eps": optimizer.eps})
+    names = ("min_lr", "warmup_steps", "decay_steps", "wsd_decay_steps", "weight_decay", "clip_grad")
+    _require_not_negative("optimizer", {name: getattr(optimizer, name) for name in names})
+    _require(
+        optimizer.min_lr <= optimizer.lr,
+        found=f"optimizer.min_lr = {optimizer.min_lr} above optimizer.lr = {optimizer.lr}",
+        required="a final learning rate no higher than the peak",
+        remedy="lower optimizer.min_lr",
+    )
+    for name in ("beta1", "beta2"):
+        value = getattr(optimizer, name)
+        _require(
+            0 <= value < 1,
+            found=f"optimizer.{name} = {value}",
+            required="at least 0 and less than 1",
+            remedy=f"set optimizer.{name} in [0, 1)",
+        )
+    end = optimizer.decay_steps or config.training.steps
+    _require(
+        optimizer.warmup_steps < end,
+        found=f"{optimizer.warmup_steps} warm-up steps, decay that ends at step {end}",
+        required="a warm-up shorter than the schedule",
+        remedy="lower optimizer.warmup_steps, or raise optimizer.decay_steps or training.steps",
+    )
+    _require(
+        (optimizer.decay == "WSD") == (optimizer.wsd_decay_steps > 0),
+        found=f"optimizer.decay = {optimizer.decay} with optimizer.wsd_decay_steps = {optimizer.wsd_decay_steps}",
+        required="wsd_decay_steps above 0 exactly when decay is WSD",
+        remedy="set both or neither",
+    )
+
+
+def _validate_training(config: Config) -> None:
+    training = config.training
+    _require_positive("training", {name: getattr(training, name) for name in ("steps", "micro_batch_size", "global_batch_size")})
+    _require_not_negative("training", {name: getattr(training, name) for name in ("eval_interval", "eval_batches", "seed")})
+    _require_not_negative("checkpoint", {"interval": config.checkpoint.interval, "keep_last": config.checkpoint.keep_last})
+    _require_positive("logging", {"interval": config.logging.interval})
+
+
+def data_parallel_size(config: Config, world_size: int) -> int:
+    """Data-parallel ranks of a layout on `world_size` processes. Raises `ConfigError` if it does not divide them."""
+    parallel = config.parallel
+    ranks = parallel.tensor * parallel.pipeline
+    _require(
+        world_size % ranks == 0 and world_size > 0,
+        found=f"{world_size} processes for tensor {parallel.tensor} x pipeline {parallel.pipeline} = {ranks} ranks",
+        required=f"a number of processes that {ranks} divides",
+        remedy="start another number of processes, or change parallel.tensor or parallel.pipeline",
+    )
+    return world_size // ranks
+
+
+def num_microbatches(config: Config, world_size: int) -> int:
+    """Forward passes per rank and step. Raises `ConfigError` if the batch does not divide."""
+    training = config.training
+    ranks = data_parallel_size(config, world_size)
+    rows = training.micro_batch_size * ranks
+    _require(
+        training.global_batch_size % rows == 0,
+        found=f"training.global_batch_size = {training.global_batch_size} rows, "
+        f"micro_batch_size {training.micro_batch_size} x {ranks} data-parallel ranks = {rows}",
+        required="a global batch that is a multiple of the rows of one forward pass of all ranks",
+        remedy=f"set training.global_batch_size to a multiple of {rows}",
+    )
+    return training.global_batch_size // rows
+
+
+def validate(config: Config, *, world_size: int | None = None) -> None:
+    """Accept `config` or raise `ConfigError`; with `world_size`, check the layout against the processes too."""
+    validate_model(config.model)
+    validate_cycle(config.cycle, config.model)
+    validate_parallel(config.parallel, config.model, config.cycle)
+    validate_data(config.data, config)
+    _validate_optimizer(config)
+    _validate_training(config)
+    if world_size is not None:
+        num_microbatches(config, world_size)

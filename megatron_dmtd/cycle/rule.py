@@ -1,0 +1,90 @@
+"""The rule of Parallel DMTD: cycles, shadow ids, and who may see whom.
+
+Every other statement of these ideas in the project imports this one. All functions work element by element on Python numbers,
+NumPy arrays and torch tensors alike (and inside FlexAttention's tracer), so this file imports nothing at all: it travels with
+every exported model as `dmtd_cycles.py`.
+
+Positions count from 0 in each document. Source: specification, sections 1 to 5.
+"""
+
+VANILLA = "vanilla"
+
+#: variant name -> (history, block_attention); section "four models" of the specification
+VARIANTS = {
+    "causal-norefresh": ("shadow", "causal"),
+    "causal-refresh": ("real", "causal"),
+    "bidirectional-norefresh": ("shadow", "bidirectional"),
+    "bidirectional-refresh": ("real", "bidirectional"),
+}
+
+
+def cycle_id(position, cycle_length):
+    """The cycle that holds `position`."""
+    return position // cycle_length
+
+
+def phase(position, cycle_length):
+    """The slot of `position` inside its cycle, 0 (the head) to `cycle_length - 1`."""
+    return position % cycle_length
+
+
+def is_cycle_head(position, cycle_length):
+    """Whether `position` is the first of its cycle: the only one whose token the parallel layers see as shadow input."""
+    return phase(position, cycle_length) == 0
+
+
+def complete_length(length, cycle_length):
+    """`length` rounded up to whole cycles."""
+    return cycle_id(length + cycle_length - 1, cycle_length) * cycle_length
+
+
+def shadow_ids(token_id, position, *, cycle_length, mask_token_id):
+    """The shadow stream's ids: the token at cycle heads, `mask_token_id` elsewhere (section 1.1)."""
+    head = is_cycle_head(position, cycle_length)
+    return head * token_id + (1 - head * 1) * mask_token_id
+
+
+def visible(
+    *,
+    query_is_real,
+    query_document,
+    query_position,
+    key_is_real,
+    key_document,
+    key_position,
+    cycle_length,
+    history,
+    block_attention,
+):
+    """Whether a query slot of the parallel layers may read a key slot (sections 1.4 and 2 to 5).
+
+    A slot is (stream, document, position). `history` and `block_attention` are plain strings, the rest are numbers, booleans
+    or broadcastable arrays of them; the result is a boolean (array).
+
+    - A real query reads real keys at or before its position: the ordinary causal rule.
+    - A shadow query never reads a shadow key of another cycle if `history` is "real": it reads the real keys of strictly
+      earlier cycles, and the shadow keys of its own cycle.
+    - With `history` "shadow" there are no real keys; it reads shadow keys at or before its position.
+    - "bidirectional" blocks show a shadow query the whole of its own cycle.
+    - Nothing reads across documents.
+
+    Sequential layers and vanilla models hold real slots only.
+    """
+    same_document = query_document == key_document
+    before = key_position <= query_position
+    query_cycle = cycle_id(query_position, cycle_length)
+    key_cycle = cycle_id(key_position, cycle_length)
+    same_cycle = query_cycle == key_cycle
+    both_real = query_is_real & key_is_real
+    shadow_query = query_is_real == False  # noqa: E712 - `not` and `~` disagree between bool and arrays
+    shadow_key = key_is_real == False  # noqa: E712
+    both_shadow = shadow_query & shadow_key
+
+    own_block = both_shadow & same_cycle
+    if block_attention == "causal":
+        own_block = own_block & before
+    if history == "real":
+        earlier = shadow_query & key_is_real & (key_cycle < query_cycle)
+    else:
+        earlier = both_shadow & (key_cycle < query_cycle)
+    return same_document & ((both_real & before) | own_block | earlier)

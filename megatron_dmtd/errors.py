@@ -1,0 +1,34 @@
+"""Errors meant for users: each says what was found, what is required and what to do.
+
+Broken invariants of this library are `assert`s with values, not these.
+"""
+
+
+class DMTDError(Exception):
+    """Base of every error that this library raises on purpose."""
+
+    def __init__(self, *, found: str, required: str, remedy: str) -> None:
+        self.found = found
+        self.required = required
+        self.remedy = remedy
+        super().__init__(f"found: {found}\nrequired: {required}\nremedy: {remedy}")
+
+
+class ConfigError(DMTDError):
+    """A configuration that contradicts itself or names something unknown."""
+
+
+class DataError(DMTDError):
+    """A corpus, tokenizer or token file that cannot be used as asked."""
+
+
+class CheckpointError(DMTDError):
+    """A checkpoint that is absent, incomplete, damaged or of another model."""
+
+
+class ConversionError(DMTDError):
+    """Weights that cannot be mapped one to one between two formats."""
+
+
+class CapabilityError(DMTDError):
+    """A feature that this machine, package or device lacks."""
