@@ -1,0 +1,186 @@
+"""What a run writes while it trains: console lines, `metrics.jsonl`, wandb and a progress bar.
+
+Names of values carry their units: `loss` and `loss_phase_<i>` (nats per target), `lr`, `grad_norm`, `tokens_per_s`,
+`step_time_s`, `memory_gib`, `mfu` (0 to 1). This module measures nothing and knows nothing of ranks: the caller makes one
+`RunLog`, with `is_writer` true on one rank only.
+
+Layout of `logging.dir`: `metrics.jsonl` (one object per `log`, in order of steps, no step twice), `metrics.superseded.jsonl`
+(lines of steps that were trained again after a resume), `wandb_run_id`, and wandb's own `wandb/`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from megatron_dmtd.config import LoggingConfig
+from megatron_dmtd.errors import ConfigError
+
+METRICS_FILE = "metrics.jsonl"
+SUPERSEDED_FILE = "metrics.superseded.jsonl"
+RUN_ID_FILE = "wandb_run_id"
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`, without a torn last line (the writer was killed). Raises `ConfigError` for another bad one."""
+    *lines, _torn = Path(path).read_text().split("\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            records.append(record | {"step": int(record["step"])})
+        except (ValueError, TypeError, KeyError):
+            raise ConfigError(
+                found=f"{path}, line {number}: {line[:80]!r}",
+                required="one JSON object with a step on each line",
+                remedy="move the file away, or set logging.dir to another folder",
+            ) from None
+    return records
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def _to_line(record: Mapping[str, Any]) -> str:
+    """One JSON line. JSON has no NaN and no infinity, so these are written as the strings "nan", "inf" and "-inf"."""
+    finite = {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def rewind_metrics(directory: Path, *, resumed_step: int) -> None:
+    """Make `metrics.jsonl` end at `resumed_step`; later lines, about to be trained again, move to `metrics.superseded.jsonl`."""
+    path = directory / METRICS_FILE
+    if not path.is_file():
+        return
+    records = read_metrics(path)
+    superseded = [record for record in records if record["step"] > resumed_step]
+    if superseded:
+        with open(directory / SUPERSEDED_FILE, "a") as file:
+            file.write("".join(map(_to_line, superseded)))
+    _write_atomically(path, "".join(_to_line(record) for record in records if record["step"] <= resumed_step))
+
+
+def _wandb_run_id(directory: Path) -> str:
+    path = directory / RUN_ID_FILE
+    if not path.is_file():
+        _write_atomically(path, uuid.uuid4().hex[:8] + "\n")
+    return path.read_text().strip()
+
+
+def _start_wandb(config: LoggingConfig, run_config: Mapping[str, Any]) -> Any:
+    import wandb
+
+    if not config.dir:
+        raise ConfigError(
+            found=f"logging.wandb_project = {config.wandb_project!r} with an empty logging.dir",
+            required="a folder that keeps the run's id, so that a resumed run continues it",
+            remedy="set logging.dir, or leave logging.wandb_project empty",
+        )
+    # wandb would stop and ask for a key; a job has nobody to answer. WANDB_MODE, where set, is the user's own choice.
+    offline = not (os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"))
+    run = wandb.init(
+        project=config.wandb_project,
+        name=config.run_name or None,
+        id=_wandb_run_id(Path(config.dir)),
+        resume=None if offline else "allow",
+        dir=config.dir,
+        mode="offline" if offline else None,
+        config=dict(run_config),
+    )
+    # Our own step as the axis: wandb's counter only goes up, and would drop the steps that are trained again after a resume.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run
+
+
+def _format(name: str, value: float) -> str:
+    if name.endswith("lr"):
+        return f"{name} {value:.3e}"
+    return f"{name} {value:,.0f}" if abs(value) >= 10_000 else f"{name} {value:.4g}"
+
+
+class RunLog:
+    """The log of one run. Where `is_writer` is false every method does nothing.
+
+    Raises `ConfigError`, before anything is written, if an existing `metrics.jsonl` is not one.
+    """
+
+    def __init__(
+        self,
+        config: LoggingConfig,
+        *,
+        is_writer: bool,
+        total_steps: int,
+        resumed_step: int = 0,
+        run_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._is_writer = is_writer
+        self._total_steps = total_steps
+        self._file: Any = None
+        self._wandb: Any = None
+        self._bar: Any = None
+        if not is_writer:
+            return
+        if config.dir:
+            directory = Path(config.dir)
+            directory.mkdir(parents=True, exist_ok=True)
+            rewind_metrics(directory, resumed_step=resumed_step)
+            self._file = open(directory / METRICS_FILE, "a")  # noqa: SIM115 - closed by close()
+        if config.wandb_project:
+            self._wandb = _start_wandb(config, run_config or {})
+        if config.progress:
+            # disable=None: no bar where there is no terminal to redraw it
+            self._bar = tqdm(total=total_steps, initial=resumed_step, unit="step", disable=None, dynamic_ncols=True)
+
+    def advance(self, step: int) -> None:
+        """Move the progress bar to `step` finished steps."""
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write `values` of step `step` everywhere. Steps count from 1 and do not go down."""
+        if not self._is_writer:
+            return
+        assert "step" not in values, values
+        self.message(f"step {step}/{self._total_steps}  " + "  ".join(_format(name, value) for name, value in values.items()))
+        record = {"step": step} | {name: float(value) for name, value in values.items()}
+        if self._file is not None:
+            self._file.write(_to_line(record))
+            self._file.flush()
+        if self._wandb is not None:
+            self._wandb.log(record)
+
+    def message(self, text: str) -> None:
+        """Print a line on the writer's console without breaking the progress bar."""
+        if self._is_writer:
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        """Finish all that is open. Safe to call twice."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._wandb is not None:
+            self._wandb.finish()
+            self._wandb = None
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,131 @@
+import json
+import math
+
+import pytest
+
+from megatron_dmtd.config import LoggingConfig
+from megatron_dmtd.errors import ConfigError
+from megatron_dmtd.training.log import RunLog, read_metrics
+
+
+def run_steps(directory, steps, *, resumed_step=0, **settings):
+    config = LoggingConfig(dir=str(directory), progress=False, **settings)
+    with RunLog(config, is_writer=True, total_steps=10, resumed_step=resumed_step) as log:
+        for step in steps:
+            log.log(step, {"loss": step / 2, "lr": 1e-4})
+
+
+def steps_in(path):
+    return [record["step"] for record in read_metrics(path)]
+
+
+def test_each_log_is_one_json_line(tmp_path):
+    run_steps(tmp_path, [1, 2])
+    assert (
+        tmp_path / "metrics.jsonl"
+    ).read_text() == '{"step": 1, "loss": 0.5, "lr": 0.0001}\n{"step": 2, "loss": 1.0, "lr": 0.0001}\n'
+
+
+def test_a_line_is_on_disk_before_the_next_step(tmp_path):
+    log = RunLog(LoggingConfig(dir=str(tmp_path), progress=False), is_writer=True, total_steps=10)
+    log.log(1, {"loss": 2.0})
+    assert steps_in(tmp_path / "metrics.jsonl") == [1]
+    log.close()
+    log.close()
+
+
+def test_a_resumed_run_has_no_step_twice(tmp_path):
+    run_steps(tmp_path, [1, 2, 3, 4, 5])
+    run_steps(tmp_path, [4, 5, 6], resumed_step=3)
+    assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3, 4, 5, 6]
+    assert steps_in(tmp_path / "metrics.superseded.jsonl") == [4, 5]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.superseded.jsonl"]
+
+
+def test_a_run_that_starts_over_keeps_the_old_lines_aside(tmp_path):
+    run_steps(tmp_path, [1, 2])
+    run_steps(tmp_path, [1], resumed_step=0)
+    assert steps_in(tmp_path / "metrics.jsonl") == [1]
+    assert steps_in(tmp_path / "metrics.superseded.jsonl") == [1, 2]
+
+
+def test_a_torn_last_line_is_dropped(tmp_path):
+    run_steps(tmp_path, [1, 2])
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "lo')
+    run_steps(tmp_path, [3], resumed_step=2)
+    assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3]
+
+
+@pytest.mark.parametrize("line", ["not json", '{"loss": 1.0}', "3"])
+def test_a_foreign_metrics_file_is_refused_and_left_alone(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(ConfigError, match="line 1"):
+        run_steps(tmp_path, [1])
+    assert path.read_text() == line + "\n"
+
+
+def test_nan_stays_valid_json_and_survives_a_resume(tmp_path):
+    config = LoggingConfig(dir=str(tmp_path), progress=False)
+    with RunLog(config, is_writer=True, total_steps=2) as log:
+        log.log(1, {"loss": math.nan, "grad_norm": -math.inf})
+    run_steps(tmp_path, [2], resumed_step=1)
+    first = (tmp_path / "metrics.jsonl").read_text().splitlines()[0]
+    record = json.loads(first, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert record == {"step": 1, "loss": "nan", "grad_norm": "-inf"}
+    assert math.isnan(float(record["loss"]))
+
+
+def test_the_console_line_shows_step_and_values(tmp_path, capsys):
+    with RunLog(LoggingConfig(progress=False), is_writer=True, total_steps=10) as log:
+        log.log(3, {"loss": 2.34567, "lr": 3e-4, "tokens_per_s": 123456.7})
+        log.message("saved")
+    assert capsys.readouterr().out == "step 3/10  loss 2.346  lr 3.000e-04  tokens_per_s 123,457\nsaved\n"
+
+
+def test_other_ranks_write_nothing(tmp_path, capsys):
+    config = LoggingConfig(dir=str(tmp_path / "log"), wandb_project="p")
+    with RunLog(config, is_writer=False, total_steps=10) as log:
+        log.advance(1)
+        log.log(1, {"loss": 1.0})
+        log.message("hello")
+    assert not (tmp_path / "log").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_the_progress_bar_follows_the_steps(monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    log = RunLog(LoggingConfig(progress=True), is_writer=True, total_steps=10, resumed_step=4)
+    bar = log._bar
+    assert not bar.disable and bar.n == 4
+    log.advance(6)
+    log.log(6, {"loss": 1.0})
+    assert (bar.n, bar.total) == (6, 10)
+    log.close()
+    assert log._bar is None
+
+
+def test_the_progress_bar_is_silent_without_a_terminal(capfd):
+    with RunLog(LoggingConfig(progress=True), is_writer=True, total_steps=10) as log:
+        log.advance(5)
+    assert capfd.readouterr().err == ""
+
+
+def test_wandb_needs_a_folder():
+    with pytest.raises(ConfigError, match=r"logging\.dir"):
+        RunLog(LoggingConfig(wandb_project="p", progress=False), is_writer=True, total_steps=1)
+
+
+def test_wandb_is_offline_without_a_key_and_a_resume_keeps_the_run_id(tmp_path, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run_steps(tmp_path, [1, 2], wandb_project="project", run_name="name")
+    run_id = (tmp_path / "wandb_run_id").read_text().strip()
+    run_steps(tmp_path, [3], resumed_step=2, wandb_project="project", run_name="name")
+    assert (tmp_path / "wandb_run_id").read_text().strip() == run_id
+    assert len(run_id) == 8
+    stores = list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
+    assert stores and all(store.stat().st_size > 0 for store in stores)
+    assert any(b"loss" in store.read_bytes() for store in stores)
