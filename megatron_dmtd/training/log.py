@@ -30,7 +30,7 @@ RUN_ID_FILE = "wandb_run_id"
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`, without a torn last line (the writer was killed). Raises `ConfigError` for another bad one."""
+    """The lines of a `metrics.jsonl`, without a torn last line (its writer was killed). Raises `ConfigError` for a bad line."""
     *lines, _torn = Path(path).read_text().split("\n")
     records = []
     for number, line in enumerate(lines, start=1):
