@@ -1,0 +1,1 @@
+"""From documents to batches: sources, tokenising, token files, packing and resumable loading."""

@@ -1,0 +1,74 @@
+"""The manifest `PREFIX.json` beside a token file: what made it and what it holds.
+
+Corpora made by other tools have none; it is never needed to read the tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_dmtd.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """Counts and provenance of one token file."""
+
+    num_documents: int
+    """Documents in the file."""
+    num_tokens: int
+    """Tokens in the file, each document's EOS included."""
+    num_empty: int
+    """Documents of the source that held no text, and were left out."""
+    skipped: list[str] = field(default_factory=list)
+    """Names of the documents of the whole source that are not text and were left out."""
+    dtype: str
+    """NumPy type of one token."""
+    max_token_id: int
+    """The highest id in the file."""
+    vocab_size: int
+    """Ids of the tokenizer: the highest one plus 1."""
+    eos_token_id: int
+    """Appended to each document, and nowhere else in the file."""
+    pad_token_id: int
+    """Id for padding. Not in the file, unless it is EOS."""
+    mask_token_id: int
+    """The id that no text of this file holds."""
+    tokenizer_sha256: str
+    """Digest of the tokenizer's `tokenizer.json`."""
+    source: str
+    """The source, in words."""
+    split: str
+    """`all`, `train` or `heldout`."""
+    heldout_fraction: float
+    """Share of the source's documents in the held-out split."""
+
+
+def manifest_path(prefix: str) -> Path:
+    """Where the manifest of the token file `prefix` lies."""
+    return Path(prefix + ".json")
+
+
+def dump_manifest(manifest: Manifest) -> str:
+    """The manifest as JSON text."""
+    return json.dumps(dataclasses.asdict(manifest), indent=2, ensure_ascii=False) + "\n"
+
+
+def read_manifest(prefix: str) -> Manifest | None:
+    """The manifest of a token file; None if it has none. Raises `DataError` if it is damaged."""
+    path = manifest_path(prefix)
+    if not path.is_file():
+        return None
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return Manifest(**values)
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            found=f"{path}: {error}",
+            required="a manifest as tools/preprocess.py writes it",
+            remedy="run tools/preprocess.py again, or delete the file: the tokens can be read without it",
+        ) from error
