@@ -1,0 +1,50 @@
+"""What an attention backend is: two calls over the streams of one microbatch.
+
+A layer of the model holds one stream of B rows (sequential layers, vanilla models, Norefresh shadows) or two (Refresh: real and
+shadow). A backend never sees weights, and knows nothing of Megatron. Its masks follow from `cycle.visible` and nothing else.
+
+Shape legend: B rows, N slots per row, H query heads, G key-value heads, D head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamLayout:
+    """Where each slot of a microbatch stands; the same for every stream and layer."""
+
+    positions_BN: torch.Tensor
+    """Position of each slot in its document, int64."""
+    documents_BN: torch.Tensor
+    """Index of each slot's document in its row, int64."""
+    one_document_per_row: bool
+    """Whether no row holds more than one document: plain causal attention then needs no mask."""
+    cycle_length: int
+    history: str
+    """`real` or `shadow`; `real` for vanilla models, which have no shadow stream."""
+    block_attention: str
+    """`causal` or `bidirectional`."""
+
+
+class AttentionBackend(Protocol):
+    """Attention over one microbatch. Made per microbatch, so that its masks live as long as the backward pass needs them."""
+
+    def real(self, q_BHND: torch.Tensor, k_BGND: torch.Tensor, v_BGND: torch.Tensor) -> torch.Tensor:
+        """Causal attention of real slots to real slots of the same document; [B, H, N, D]."""
+        ...
+
+    def shadow(
+        self,
+        q_BHND: torch.Tensor,
+        k_BGND: torch.Tensor,
+        v_BGND: torch.Tensor,
+        real_k_BGND: torch.Tensor | None,
+        real_v_BGND: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention of shadow slots to shadow slots, and to the real slots of earlier cycles where `history` is `real`."""
+        ...

@@ -1,0 +1,229 @@
+"""The Parallel DMTD decoder, and its vanilla twin, out of Megatron-Core's parts.
+
+Parameters have the names, shapes and count of Megatron's GPTModel: any Qwen3-like decoder is the same weights.
+
+Shape legend: B rows, N slots per row, s slots of this rank under sequence parallelism (else N), b rows of the streams in a layer
+(B, or 2B as [real | shadow]), h hidden width, V padded vocabulary of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
+
+from megatron_dmtd.attention import StreamLayout, make_backend
+from megatron_dmtd.config import Config
+from megatron_dmtd.cycle import shadow_ids
+from megatron_dmtd.models.block import CycleBlock
+from megatron_dmtd.models.streams import Streams
+from megatron_dmtd.models.vocab import padded_vocab_size
+from megatron_dmtd.parallel.placement import Placement, Stage
+
+TABLE_KEY = "embedding.word_embeddings.weight"
+OUTPUT_KEY = "output_layer.weight"
+#: projections back to the residual stream: split along their inputs, every other matrix along its outputs
+ROW_PARALLEL = ("linear_proj.weight", "linear_fc2.weight")
+
+
+class CycleModel(LanguageModule):
+    """One pipeline stage of the decoder."""
+
+    def __init__(self, config: Config, transformer_config: Any, placement: Placement, *, backend: str) -> None:
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        super().__init__(config=transformer_config, pg_collection=groups)
+        self.settings = config
+        self.placement = placement
+        self.stage: Stage = placement.stages[parallel_state.get_pipeline_model_parallel_rank()]
+        self.backend_name = backend
+        self.model_type = ModelType.encoder_or_decoder
+        self.pre_process = self.stage.has_input_embedding
+        self.post_process = self.stage.has_output
+        self.padded_vocab_size = padded_vocab_size(config.model.vocab_size)
+        self._build(groups)
+        self._mark_partitions()
+        self._mark_table_copies()
+
+    def _build(self, groups: Any) -> None:
+        config, model = self.settings, self.settings.model
+        if self.stage.has_embedding:
+            self.embedding = LanguageModelEmbedding(
+                config=self.config,
+                vocab_size=self.padded_vocab_size,
+                max_sequence_length=model.max_position_embeddings,
+                position_embedding_type="rope",
+                tp_group=groups.tp,
+            )
+        self.rotary_pos_emb = RotaryEmbedding(
+            kv_channels=model.head_dim,
+            rotary_percent=1.0,
+            rotary_base=model.rope_theta,  # type: ignore[arg-type]
+            use_cpu_initialization=self.config.use_cpu_initialization,
+            cp_group=groups.cp,
+        )
+        self.decoder = CycleBlock(self.config, model=model, cycle=config.cycle, stage=self.stage, pg_collection=groups)
+        if self.stage.has_output:
+            self.output_layer = tensor_parallel.ColumnParallelLinear(
+                model.hidden_size,
+                self.padded_vocab_size,
+                config=self.config,
+                init_method=self.config.init_method,
+                bias=False,
+                gather_output=False,
+                skip_weight_param_allocation=model.tie_word_embeddings and self.stage.has_embedding,
+                tp_group=groups.tp,
+            )
+
+    def _mark_partitions(self) -> None:
+        """Say which matrices are split over tensor ranks: Megatron does so while it draws weights, which is not its work here.
+
+        Its gradient norm counts what is not marked once per tensor-parallel group.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                dim = 1 if name.endswith(ROW_PARALLEL) else 0
+                tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+
+    # --- the embedding table and its copies ---------------------------------------------------------------------------------
+
+    @property
+    def share_embeddings_and_output_weights(self) -> bool:
+        """Megatron asks this to know whether copies of the table must have their gradients summed over the embedding group."""
+        return len(self.placement.table_stages) > 1 or self.placement.tied
+
+    def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
+        """This stage's copy of the embedding table, if it holds one."""
+        if self.stage.has_embedding:
+            return self.embedding.word_embeddings.weight
+        if self.stage.has_output and self.placement.tied:
+            return self.output_layer.weight
+        return None
+
+    def _mark_table_copies(self) -> None:
+        """Marks that Megatron's optimizers read: which parameters are one, and which copy counts in the gradient norm."""
+        table = self.shared_embedding_or_output_weight()
+        if table is not None:
+            table.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
+            if len(self.placement.table_stages) > 1:
+                table.shared_embedding = True  # type: ignore[attr-defined]
+                if not self.stage.has_input_embedding:
+                    table.shared = True  # type: ignore[attr-defined]
+        if self.stage.has_output and self.output_layer.weight is not None:
+            self.output_layer.weight.is_embedding_or_output_parameter = True
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """Megatron's sharded state; every copy of the table is a replica of the first stage's."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        state = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+        for name in (TABLE_KEY, OUTPUT_KEY):
+            if prefix + name in state:
+                state[prefix + name].allow_shape_mismatch = True
+        table = self.shared_embedding_or_output_weight()
+        if table is not None and not self.stage.has_input_embedding:
+            own = prefix + (TABLE_KEY if self.stage.has_embedding else OUTPUT_KEY)
+            state[own] = make_tp_sharded_tensor_for_checkpoint(
+                tensor=table,
+                key=prefix + TABLE_KEY,
+                replica_id=(self.stage.index, 0, parallel_state.get_data_parallel_rank(with_context_parallel=True)),
+                allow_shape_mismatch=True,
+                tp_group=self.tp_group,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+        return state
+
+    # --- forward -------------------------------------------------------------------------------------------------------------
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """What the schedule received from the previous stage; [s, b, h]."""
+        tensors = input_tensor if isinstance(input_tensor, list) else [input_tensor]
+        assert len(tensors) == 1, f"{len(tensors)} tensors for one stage"
+        self.decoder.set_input_tensor(tensors[0])
+
+    def forward(
+        self,
+        tokens_BN: torch.Tensor,
+        positions_BN: torch.Tensor,
+        documents_BN: torch.Tensor,
+        labels_BN: torch.Tensor | None = None,
+        *,
+        one_document_per_row: bool = False,
+    ) -> torch.Tensor:
+        """One stage of the teacher-forced forward pass (specification, sections 1 to 5).
+
+        Every document must fill whole cycles. Returns the hidden states for the next stage [s, b, h]; on the last stage the
+        per-slot loss [B, N] (labels given) or the logits over the vocabulary [B, N, vocab] (gathered over tensor ranks).
+        """
+        streams = self._streams(positions_BN, documents_BN, one_document_per_row=one_document_per_row)
+        hidden_sbh, token_embedding_sbh = self._embed(tokens_BN, positions_BN, streams)
+        hidden = self.decoder(hidden_sbh, streams=streams, token_embedding_sbh=token_embedding_sbh)
+        if not self.stage.has_output:
+            return hidden
+        return self._head(hidden, labels_BN)
+
+    def _streams(self, positions_BN: torch.Tensor, documents_BN: torch.Tensor, *, one_document_per_row: bool) -> Streams:
+        cycle = self.settings.cycle
+        layout = StreamLayout(
+            positions_BN=positions_BN,
+            documents_BN=documents_BN,
+            one_document_per_row=one_document_per_row,
+            cycle_length=cycle.cycle_length,
+            history="real" if cycle.is_vanilla else cycle.history,
+            block_attention="causal" if cycle.is_vanilla else cycle.block_attention,
+        )
+        table_P11R = self.rotary_pos_emb.get_emb(positions_BN.shape[1])
+        return Streams(
+            backend=make_backend(self.backend_name, layout),
+            # Positions restart with each document, so each slot gathers its own angles.
+            angles_NB1R=table_P11R[:, 0, 0][positions_BN.t()][:, :, None],
+            num_streams=2 if not cycle.is_vanilla and cycle.history == "real" else 1,
+        )
+
+    def _embed(
+        self, tokens_BN: torch.Tensor, positions_BN: torch.Tensor, streams: Streams
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The streams that enter the first layer, and `Embed(x)` for the split; None where this stage needs none."""
+        cycle = self.settings.cycle
+        if not self.stage.has_embedding:
+            return None, None
+        if cycle.is_vanilla:
+            return self.embedding(tokens_BN, positions_BN), None
+        if not self.stage.has_input_embedding:
+            return None, self.embedding(tokens_BN, positions_BN)
+        shadow_BN = shadow_ids(
+            tokens_BN, positions_BN, cycle_length=cycle.cycle_length, mask_token_id=cycle.mask_token_id
+        )
+        needs_real = streams.num_streams == 2 or self.stage.has_split
+        if not needs_real:
+            return self.embedding(shadow_BN, positions_BN), None
+        both_sbh = self.embedding(torch.cat((tokens_BN, shadow_BN)), torch.cat((positions_BN, positions_BN)))
+        rows = tokens_BN.shape[0]
+        hidden = both_sbh if streams.num_streams == 2 else both_sbh[:, rows:]
+        return hidden, both_sbh[:, :rows] if self.stage.has_split else None
+
+    def _head(self, hidden_sbh: torch.Tensor, labels_BN: torch.Tensor | None) -> torch.Tensor:
+        weight = self.shared_embedding_or_output_weight() if self.placement.tied else None
+        logits_NBV, _ = self.output_layer(hidden_sbh, weight=weight)
+        self._hide_padded_rows(logits_NBV)
+        if labels_BN is not None:
+            return self.compute_language_model_loss(labels_BN, logits_NBV)
+        full = tensor_parallel.gather_from_tensor_model_parallel_region(logits_NBV, group=self.tp_group)
+        return full[..., : self.settings.model.vocab_size].transpose(0, 1).contiguous()
+
+    def _hide_padded_rows(self, logits_NBV: torch.Tensor) -> None:
+        """Give the rows that only pad the vocabulary no probability, so that the loss is that of the real vocabulary."""
+        first = self.tp_group.rank() * logits_NBV.shape[-1]
+        num_real = max(0, self.settings.model.vocab_size - first)
+        if num_real < logits_NBV.shape[-1]:
+            logits_NBV[..., num_real:] = float("-inf")

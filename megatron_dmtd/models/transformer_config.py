@@ -1,0 +1,87 @@
+"""The one crossing from our configuration to Megatron's TransformerConfig."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import silu
+
+from megatron_dmtd.config import Config
+from megatron_dmtd.parallel.placement import Placement, place
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def pipeline_layout(placement: Placement) -> list[list[str]] | None:
+    """Megatron's list of what each stage holds; None for one stage."""
+    if len(placement.stages) == 1:
+        return None
+    return [
+        ["embedding"] * stage.has_input_embedding + ["decoder"] * stage.num_layers + ["loss"] * stage.has_output
+        for stage in placement.stages
+    ]
+
+
+def _streams_change_between_stages(config: Config, placement: Placement) -> bool:
+    """Whether hidden states of two streams (2B rows) cross one boundary and of one stream (B rows) another."""
+    if config.cycle.is_vanilla or config.cycle.history != "real":
+        return False
+    return sum(stage.first_layer < config.cycle.num_parallel_layers for stage in placement.stages) > 1
+
+
+def _recompute_settings(config: Config) -> dict[str, Any]:
+    if config.parallel.recompute == "none":
+        return {}
+    if config.parallel.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def transformer_config(config: Config, *, on_cuda: bool) -> Any:
+    """Megatron's TransformerConfig of a validated configuration.
+
+    Losses are sums over tokens, divided by the number of valid tokens of the whole global batch
+    (`calculate_per_token_loss`); initial weights are ours (`initialization.py`).
+    """
+    from megatron.core.transformer import TransformerConfig
+
+    model, parallel = config.model, config.parallel
+    placement = place(config)
+    dtype = DTYPES[config.training.precision]
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.intermediate_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_key_value_heads,
+        kv_channels=model.head_dim,
+        qk_layernorm=model.qk_norm,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=model.init_std,
+        perform_initialization=False,
+        use_cpu_initialization=not on_cuda,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        pipeline_model_parallel_layout=pipeline_layout(placement),
+        sequence_parallel=parallel.sequence_parallel,
+        variable_seq_lengths=_streams_change_between_stages(config, placement),
+        moe_token_dispatcher_type="alltoall",  # required beside variable_seq_lengths, for dense models too
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=config.training.precision == "bf16",
+        calculate_per_token_loss=True,
+        deterministic_mode=config.training.deterministic,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        **_recompute_settings(config),
+    )
