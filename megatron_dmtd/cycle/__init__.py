@@ -1,5 +1,19 @@
-"""Cycles, shadow ids and visibility: the definition of the method."""
+"""Cycles, shadow ids and visibility: the definition of the method.
 
+`cycle.mask`, which needs torch, is imported by its own name.
+"""
+
+from megatron_dmtd.cycle.geometry import (
+    Slots,
+    documents,
+    join,
+    padded_document_lengths,
+    positions,
+    real_slots,
+    require_whole_cycles,
+    shadow_slots,
+)
+from megatron_dmtd.cycle.picture import history_picture, mask_grid, mask_picture, save_mask_png
 from megatron_dmtd.cycle.rule import (
     VANILLA,
     VARIANTS,
@@ -14,10 +28,22 @@ from megatron_dmtd.cycle.rule import (
 __all__ = [
     "VANILLA",
     "VARIANTS",
+    "Slots",
     "complete_length",
     "cycle_id",
+    "documents",
+    "history_picture",
     "is_cycle_head",
+    "join",
+    "mask_grid",
+    "mask_picture",
+    "padded_document_lengths",
     "phase",
+    "positions",
+    "real_slots",
+    "require_whole_cycles",
+    "save_mask_png",
     "shadow_ids",
+    "shadow_slots",
     "visible",
 ]

@@ -1,0 +1,96 @@
+"""Visibility as attention kernels take it: a dense boolean mask, or a FlexAttention `mask_mod`.
+
+Both are `rule.visible` applied to slots; neither restates it. Import this module by its own name: `megatron_dmtd.cycle` does not
+import torch.
+
+Shape legend: B rows, N slots per row and stream, Q query slots, K key slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megatron_dmtd.cycle.geometry import Slots
+from megatron_dmtd.cycle.rule import visible
+
+#: FlexAttention's signature: (batch, head, query index, key index), all integer tensors, to a boolean tensor.
+MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def stream_slots(document: torch.Tensor, position: torch.Tensor, *, is_real: bool) -> Slots:
+    """One stream's slots from its `document` and `position` tensors, of one shape, on their device."""
+    assert document.shape == position.shape, (document.shape, position.shape)
+    return Slots(torch.full_like(position, is_real, dtype=torch.bool), document, position)
+
+
+def shadow_attention_slots(document: torch.Tensor, position: torch.Tensor, *, history: str) -> tuple[Slots, Slots]:
+    """`(queries, keys)` of the shadow stream's attention over rows of `[..., N]` slots.
+
+    The queries are the N shadow slots. The keys are the same N slots if `history` is "shadow", and N real slots followed by the
+    N shadow slots if it is "real": K is N or 2N.
+    """
+    shadow = stream_slots(document, position, is_real=False)
+    if history == "shadow":
+        return shadow, shadow
+    assert history == "real", history
+    real = stream_slots(document, position, is_real=True)
+    return shadow, Slots(*(torch.cat(pair, dim=-1) for pair in zip(real, shadow)))
+
+
+def dense_mask(query_slots: Slots, key_slots: Slots, *, cycle_length: int, history: str, block_attention: str) -> torch.Tensor:
+    """Boolean mask `[..., Q, K]`, true where query may read key, from slots of shape `[..., Q]` and `[..., K]`.
+
+    Quadratic in memory: for CPU, tests and short rows. The parts of the slots are tensors, or NumPy arrays.
+    """
+    query_is_real, query_document, query_position = (torch.as_tensor(part)[..., :, None] for part in query_slots)
+    key_is_real, key_document, key_position = (torch.as_tensor(part)[..., None, :] for part in key_slots)
+    return visible(
+        query_is_real=query_is_real,
+        query_document=query_document,
+        query_position=query_position,
+        key_is_real=key_is_real,
+        key_document=key_document,
+        key_position=key_position,
+        cycle_length=cycle_length,
+        history=history,
+        block_attention=block_attention,
+    )
+
+
+def mask_mod(query_slots_BQ: Slots, key_slots_BK: Slots, *, cycle_length: int, history: str, block_attention: str) -> MaskMod:
+    """The same mask as a function of indices, for `torch.nn.attention.flex_attention.create_block_mask`.
+
+    The function captures the slots' tensors, so they must lie on the device of the attention, and row b of the slots is batch
+    index b: one row serves a block mask made with B=None.
+    """
+    assert query_slots_BQ.position.dim() == key_slots_BK.position.dim() == 2, "one row of slots per batch entry"
+
+    def shadow_visibility(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+        return visible(
+            query_is_real=query_slots_BQ.is_real[b, q_idx],
+            query_document=query_slots_BQ.document[b, q_idx],
+            query_position=query_slots_BQ.position[b, q_idx],
+            key_is_real=key_slots_BK.is_real[b, kv_idx],
+            key_document=key_slots_BK.document[b, kv_idx],
+            key_position=key_slots_BK.position[b, kv_idx],
+            cycle_length=cycle_length,
+            history=history,
+            block_attention=block_attention,
+        )
+
+    return shadow_visibility
+
+
+def causal_document_mask_mod(document_BN: torch.Tensor) -> MaskMod:
+    """Plain causal attention inside each document: the real branch, the sequential layers and vanilla models.
+
+    It compares slots, not positions: a document's slots are consecutive in its row.
+    """
+    assert document_BN.dim() == 2, document_BN.shape
+
+    def causal_in_document(b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+        return (document_BN[b, q_idx] == document_BN[b, kv_idx]) & (kv_idx <= q_idx)
+
+    return causal_in_document

@@ -1,0 +1,87 @@
+"""Print who sees whom in the parallel layers of a variant.
+
+First line: what the last shadow slot of the first document reads, cycle by cycle (1 a real token, 0 MASK). Then the whole grid,
+rows reading columns. Nothing is loaded or trained; a PNG of the grid is written only on request.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jsonargparse
+
+from megatron_dmtd.config.sections import Variant
+from megatron_dmtd.cycle import history_picture, mask_picture, save_mask_png
+from megatron_dmtd.errors import ConfigError, DMTDError
+
+EXAMPLES = """examples:
+  inspect_mask.py --variant causal-norefresh --documents 12
+  inspect_mask.py --variant bidirectional-refresh --documents 8,5 --png mask.png
+"""
+
+
+def parse_document_lengths(text: str) -> tuple[int, ...]:
+    """`8,5` as `(8, 5)`. Raises `ConfigError` for anything but positive integers."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigError(
+            found=f"--documents {text!r}",
+            required="lengths in tokens, positive integers separated by commas",
+            remedy="write for example --documents 8,5",
+        )
+    return tuple(int(part) for part in parts)
+
+
+def _parser() -> jsonargparse.ArgumentParser:
+    parser = jsonargparse.ArgumentParser(
+        prog="inspect_mask.py", description=f"{__doc__}\n{EXAMPLES}", formatter_class=_RawHelp, allow_abbrev=False
+    )
+    parser.add_argument("--variant", type=Variant, default="bidirectional-refresh", help="which rule to draw")
+    parser.add_argument("--cycle-length", type=int, default=4, help="tokens per cycle")
+    parser.add_argument(
+        "--documents",
+        type=str,
+        default="8,5",
+        help="lengths of the documents packed into the row; each is completed to whole cycles",
+    )
+    parser.add_argument("--png", type=str, default="", help="also draw the grid to this file (needs matplotlib)")
+    return parser
+
+
+class _RawHelp(jsonargparse.DefaultHelpFormatter):
+    """Keep the line breaks of the description."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(indent + line for line in text.strip().splitlines())
+
+
+def run(args: jsonargparse.Namespace) -> None:
+    """Print the pictures that `args` asks for. Raises `ConfigError` before anything is printed or written."""
+    lengths = parse_document_lengths(args.documents)
+    if args.cycle_length < 1:
+        raise ConfigError(found=f"--cycle-length {args.cycle_length}", required="at least 1", remedy="the published models use 4")
+    png = Path(args.png) if args.png else None
+    if png is not None and not png.parent.is_dir():
+        raise ConfigError(found=f"--png {png}", required="a file in an existing folder", remedy=f"create {png.parent}")
+    rule = {"variant": args.variant, "cycle_length": args.cycle_length}
+    if png is not None:
+        save_mask_png(png, lengths, **rule)
+    print(history_picture(lengths[0], **rule))
+    print()
+    print(mask_picture(lengths, **rule))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; the exit status."""
+    try:
+        run(_parser().parse_args(argv))
+    except DMTDError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
