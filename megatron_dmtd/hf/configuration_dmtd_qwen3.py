@@ -1,0 +1,110 @@
+"""Configuration of Parallel DMTD decoders in Hugging Face's format.
+
+The file travels with every exported model as remote code: it may import transformers and its exported siblings, nothing else.
+"""
+
+from __future__ import annotations
+
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+
+from .dmtd_cycles import VARIANTS
+
+HISTORY_MODES = tuple(sorted({history for history, _ in VARIANTS.values()}))
+BLOCK_ATTENTIONS = tuple(sorted({block for _, block in VARIANTS.values()}))
+
+
+def refusal(*, found: str, required: str, remedy: str) -> ValueError:
+    """The error of everything that these files refuse: what was found, what is required, what to do."""
+    return ValueError(f"found: {found}\nrequired: {required}\nremedy: {remedy}")
+
+
+class DMTDQwen3Config(Qwen3Config):
+    """Shape of a decoder, as Qwen3's configuration has it, and of its cycles.
+
+    Args:
+        mtp_horizon: Tokens per cycle, at least 1.
+        num_parallel_layers: The first layers, which run once per cycle on `[head, MASK, ...]`.
+        num_sequential_layers: The other layers, which run once per token on `Embed(token) + parallel hidden state`.
+        mask_token_id: The id that stands for a token not yet known.
+        dmtd_history_mode: What earlier cycles look like to the parallel layers: `"shadow"` or `"real"`.
+        dmtd_block_attention: Attention among the slots of one cycle: `"causal"` or `"bidirectional"`.
+        qk_norm: RMSNorm on each query and key head: true for Qwen3-like decoders, false for Llama-like ones.
+        kwargs: The fields of `Qwen3Config`. `num_hidden_layers` may be left out: it is the sum of both kinds of layers.
+
+    Raises:
+        ValueError: The fields contradict each other, or name something that these models do not have.
+    """
+
+    model_type = "dmtdqwen3"
+    # The two-stream attention has not been split over devices by transformers' tensor or pipeline plans.
+    base_model_tp_plan = {}  # noqa: RUF012 - the type that transformers expects
+    base_model_pp_plan = {}  # noqa: RUF012
+
+    def __init__(
+        self,
+        mtp_horizon: int = 4,
+        num_parallel_layers: int = 28,
+        num_sequential_layers: int = 8,
+        mask_token_id: int = 151660,
+        dmtd_history_mode: str = "real",
+        dmtd_block_attention: str = "bidirectional",
+        qk_norm: bool = True,
+        **kwargs,
+    ) -> None:
+        kwargs.setdefault("num_hidden_layers", num_parallel_layers + num_sequential_layers)
+        super().__init__(**kwargs)
+        self.mtp_horizon = mtp_horizon
+        self.num_parallel_layers = num_parallel_layers
+        self.num_sequential_layers = num_sequential_layers
+        self.mask_token_id = mask_token_id
+        self.dmtd_history_mode = dmtd_history_mode
+        self.dmtd_block_attention = dmtd_block_attention
+        self.qk_norm = qk_norm
+        self.check()
+
+    def check(self) -> None:
+        """Accept the fields as they stand, or raise `ValueError`. The model calls it too, since fields can be assigned later."""
+        self._check_cycles()
+        self._check_decoder()
+
+    def _check_cycles(self) -> None:
+        if self.mtp_horizon < 1:
+            raise refusal(
+                found=f"mtp_horizon={self.mtp_horizon}", required="at least 1 token per cycle", remedy="set mtp_horizon"
+            )
+        parallel, sequential = self.num_parallel_layers, self.num_sequential_layers
+        if parallel < 1 or sequential < 1 or parallel + sequential != self.num_hidden_layers:
+            raise refusal(
+                found=f"num_parallel_layers={parallel}, num_sequential_layers={sequential}, "
+                f"num_hidden_layers={self.num_hidden_layers}",
+                required="at least one layer of each kind, and a sum of num_hidden_layers",
+                remedy="set the three fields to one split",
+            )
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise refusal(
+                found=f"mask_token_id={self.mask_token_id}, vocab_size={self.vocab_size}",
+                required="an id inside the vocabulary",
+                remedy="set mask_token_id to an id that never occurs as text",
+            )
+        for name, known in (("dmtd_history_mode", HISTORY_MODES), ("dmtd_block_attention", BLOCK_ATTENTIONS)):
+            if getattr(self, name) not in known:
+                raise refusal(found=f"{name}={getattr(self, name)!r}", required=f"one of {known}", remedy=f"set {name}")
+
+    def _check_decoder(self) -> None:
+        if self.num_key_value_heads is None or self.num_attention_heads % self.num_key_value_heads:
+            raise refusal(
+                found=f"num_attention_heads={self.num_attention_heads}, num_key_value_heads={self.num_key_value_heads}",
+                required="query heads in whole groups per key and value head",
+                remedy="set num_key_value_heads to a divisor of num_attention_heads",
+            )
+        if self.use_sliding_window or "sliding_attention" in (getattr(self, "layer_types", None) or ()):
+            raise refusal(
+                found="sliding-window attention",
+                required="full attention in every layer: cycles of a sliding window are not defined",
+                remedy="set use_sliding_window=False and leave out layer_types",
+            )
+        if self.attention_dropout:
+            raise refusal(found=f"attention_dropout={self.attention_dropout}", required="0.0", remedy="set attention_dropout=0.0")
+
+
+__all__ = ["DMTDQwen3Config"]

@@ -1,0 +1,573 @@
+"""Parallel DMTD decoders in plain torch: the training forward and cycled decoding behind Hugging Face's interface.
+
+The slow and obvious implementation that travels with every exported model as remote code. It imports torch, transformers and its
+exported siblings, and knows nothing of Megatron. Weight names are exactly those of transformers' Qwen3.
+
+Source: specification, sections 1 to 5 (`DMTDQwen3Model._prompt`, any number of tokens at once) and 6 to 10 (`_step`, one token).
+
+Shape legend: B rows, n columns of the caller's ids, N slots of the cycle-complete layout, R rows at a cycle head, C cycle length,
+T slots, Q query slots, K key slots, H query heads, G key/value heads, E head size, X hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.activations import ACT2FN
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import PreTrainedModel
+
+from .configuration_dmtd_qwen3 import DMTDQwen3Config, refusal
+from .dmtd_cache import DMTDCache
+from .dmtd_cycles import cycle_id, is_cycle_head, phase, shadow_ids
+from .dmtd_slots import NOWHERE, Columns, CompleteLayout, Slots, Visibility, complete_layout, read_columns
+
+#: Output field of the cache: transformers renamed `past_key_values` to `cache` in 5.x.
+CACHE_FIELD = "cache" if "cache" in {field.name for field in dataclasses.fields(CausalLMOutputWithPast)} else "past_key_values"
+#: Rotary embeddings whose frequencies do not depend on the length of the text.
+ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+#: Arguments that transformers' loops pass along and that change nothing here.
+IGNORED_ARGUMENTS = {"cache_position", "return_dict", "output_attentions", "output_hidden_states", "num_items_in_batch"}
+#: `generate` options that need a cache that can go backwards, hold a fixed size, or take a prompt in pieces.
+REFUSED_GENERATION = (
+    "assistant_model",
+    "prompt_lookup_num_tokens",
+    "cache_implementation",
+    "prefill_chunk_size",
+    "inputs_embeds",
+)
+
+#: (layer index, K [B, T, G, E], V of the slots at hand) -> (K, V) [B, K, G, E] of every slot that attention may read
+KeyValueExchange = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pass:
+    """What the layers of one pass share: rotary angles of its slots, who sees whom, and where K and V go."""
+
+    cos_BTE: torch.Tensor
+    sin_BTE: torch.Tensor
+    visibility: Visibility
+    exchange: KeyValueExchange
+
+
+class DMTDQwen3RMSNorm(nn.Module):
+    """RMSNorm, computed in fp32 or in the weights' type if that is wider."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class DMTDQwen3MLP(nn.Module):
+    """Gated feed-forward layer."""
+
+    def __init__(self, config: DMTDQwen3Config) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def rotate(x_BTHE: torch.Tensor, cos_BTE: torch.Tensor, sin_BTE: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding; dimension i pairs with i + E/2."""
+    first, second = x_BTHE.chunk(2, dim=-1)
+    return x_BTHE * cos_BTE[:, :, None] + torch.cat([-second, first], dim=-1) * sin_BTE[:, :, None]
+
+
+def attend(
+    q_BQHE: torch.Tensor, k_BKGE: torch.Tensor, v_BKGE: torch.Tensor, visibility: Visibility, *, first_query: int
+) -> torch.Tensor:
+    """Attention of the pass's queries from `first_query` on, over the keys that they may see.
+
+    The query heads that share a key head are laid along the sequence, so that no key is copied.
+    """
+    batch, _, heads, size = q_BQHE.shape
+    groups = k_BKGE.shape[2]
+    k_BGKE, v_BGKE = k_BKGE.transpose(1, 2), v_BKGE.transpose(1, 2)
+    outputs = []
+    for start, stop, mask_bQK in visibility.blocks(first_query):
+        block = q_BQHE[:, start - first_query : stop - first_query].unflatten(2, (groups, heads // groups))
+        folded = block.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, G, H/G * Q, E]
+        mask = mask_bQK.repeat(1, heads // groups, 1)[:, None]
+        out = functional.scaled_dot_product_attention(folded, k_BGKE, v_BGKE, attn_mask=mask)
+        outputs.append(out.unflatten(2, (heads // groups, stop - start)).permute(0, 3, 1, 2, 4))
+    return torch.cat(outputs, dim=1).reshape(batch, -1, heads, size)
+
+
+class DMTDQwen3Attention(nn.Module):
+    """Grouped-query attention whose mask and key store come with the pass."""
+
+    def __init__(self, config: DMTDQwen3Config, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, config.head_dim
+        assert config.num_key_value_heads is not None  # Qwen3Config fills it in
+        query_size, key_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=bias)
+        self.has_qk_norm = config.qk_norm
+        if config.qk_norm:
+            self.q_norm = DMTDQwen3RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = DMTDQwen3RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(self, x_BTX: torch.Tensor, run: Pass, *, num_key_only: int) -> torch.Tensor:
+        q_BQHE = self.q_proj(x_BTX[:, num_key_only:]).unflatten(-1, (-1, self.head_dim))
+        k_BTGE = self.k_proj(x_BTX).unflatten(-1, (-1, self.head_dim))
+        v_BTGE = self.v_proj(x_BTX).unflatten(-1, (-1, self.head_dim))
+        if self.has_qk_norm:
+            q_BQHE, k_BTGE = self.q_norm(q_BQHE), self.k_norm(k_BTGE)
+        q_BQHE = rotate(q_BQHE, run.cos_BTE[:, num_key_only:], run.sin_BTE[:, num_key_only:])
+        k_BTGE = rotate(k_BTGE, run.cos_BTE, run.sin_BTE)
+        k_BKGE, v_BKGE = run.exchange(self.layer, k_BTGE, v_BTGE)
+        out_BQHE = attend(q_BQHE, k_BKGE, v_BKGE, run.visibility, first_query=num_key_only)
+        return self.o_proj(out_BQHE.flatten(2))
+
+
+class DMTDQwen3DecoderLayer(nn.Module):
+    """One transformer layer."""
+
+    def __init__(self, config: DMTDQwen3Config, layer: int) -> None:
+        super().__init__()
+        self.self_attn = DMTDQwen3Attention(config, layer)
+        self.mlp = DMTDQwen3MLP(config)
+        self.input_layernorm = DMTDQwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = DMTDQwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden_BTX: torch.Tensor, run: Pass, *, num_key_only: int = 0) -> torch.Tensor:
+        """The first `num_key_only` slots give K and V only; the others' hidden states are returned."""
+        attended_BQX = self.self_attn(self.input_layernorm(hidden_BTX), run, num_key_only=num_key_only)
+        hidden_BQX = hidden_BTX[:, num_key_only:] + attended_BQX
+        return hidden_BQX + self.mlp(self.post_attention_layernorm(hidden_BQX))
+
+
+class RotaryAngles:
+    """Cosines and sines of positions. Not a module: its frequencies follow from the configuration and are never loaded."""
+
+    def __init__(self, config: DMTDQwen3Config) -> None:
+        rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+        self.config = config
+        self.rope_type = str(rope.get("rope_type", rope.get("type", "default")))
+        self.theta = float(rope["rope_theta"] if "rope_theta" in rope else config.rope_theta)  # noqa: SIM401 - 5.x lacks the latter
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise refusal(
+                found=f"partial_rotary_factor={rope['partial_rotary_factor']}",
+                required="1.0: whole heads are rotated",
+                remedy="leave it out",
+            )
+        if self.rope_type not in ROPE_TYPES:
+            raise refusal(
+                found=f"rope_type={self.rope_type!r}",
+                required=f"one of {ROPE_TYPES}: others change with the length of the text, and cached keys do not",
+                remedy="choose another rope_type",
+            )
+        self._inverse: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, float]] = {}
+
+    def _frequencies(self, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
+        key = (device, dtype)
+        if key not in self._inverse:
+            if self.rope_type == "default":
+                exponent_F = torch.arange(0, self.config.head_dim, 2, dtype=torch.int64).to(dtype) / self.config.head_dim
+                self._inverse[key] = (1.0 / (self.theta**exponent_F)).to(device), 1.0
+            else:
+                inverse_F, scale = ROPE_INIT_FUNCTIONS[self.rope_type](self.config, torch.device("cpu"))
+                self._inverse[key] = inverse_F.to(device=device, dtype=dtype), scale
+        return self._inverse[key]
+
+    def __call__(self, position_BT: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(cos, sin)`, each `[B, T, E]`, computed in fp32 or wider and given in `dtype`."""
+        wide = torch.promote_types(dtype, torch.float32)
+        inverse_F, scale = self._frequencies(position_BT.device, wide)
+        angle_BTE = (position_BT[:, :, None].to(wide) * inverse_F).repeat(1, 1, 2)
+        return (angle_BTE.cos() * scale).to(dtype), (angle_BTE.sin() * scale).to(dtype)
+
+
+class DMTDQwen3PreTrainedModel(PreTrainedModel):
+    """What transformers needs to know of these models."""
+
+    config: DMTDQwen3Config
+    config_class = DMTDQwen3Config
+    base_model_prefix = "model"
+    _no_split_modules = ["DMTDQwen3DecoderLayer"]  # noqa: RUF012 - the type that transformers expects
+    _supports_sdpa = True
+
+
+class DMTDQwen3Model(DMTDQwen3PreTrainedModel):
+    """The decoder without its head."""
+
+    def __init__(self, config: DMTDQwen3Config) -> None:
+        super().__init__(config)
+        config.check()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DMTDQwen3DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = DMTDQwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self._angles = RotaryAngles(config)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: DMTDCache | None = None,
+        use_cache: bool | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        cache: DMTDCache | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states `[B, n, X]` after the final norm; zeros at padding. Arguments as `DMTDQwen3ForCausalLM.forward`."""
+        check_arguments(input_ids, inputs_embeds, kwargs)
+        assert input_ids is not None
+        cache = choose_cache(cache, past_key_values, use_cache, self.config)
+        if cache is None or not cache.lengths:
+            columns = read_columns(input_ids, attention_mask, position_ids)
+            if cache is not None:
+                check_prompt(columns)
+            hidden_BnX = self._prompt(input_ids, columns, cache)
+        else:
+            check_continuation(cache, input_ids, attention_mask, position_ids)
+            hidden_BnX = torch.cat([self._step(ids_B, cache) for ids_B in input_ids.unbind(dim=1)], dim=1)
+        fields: dict[str, Any] = {CACHE_FIELD: cache}
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_BnX), **fields)
+
+    # Any number of tokens at once: sections 1 to 5.
+
+    def _prompt(self, input_ids_Bn: torch.Tensor, columns: Columns, cache: DMTDCache | None) -> torch.Tensor:
+        """Hidden states `[B, n, X]` by the training rules; an empty `cache` is filled on the way."""
+        if cache is not None:
+            cache.lengths, cache.num_columns = columns.lengths(), input_ids_Bn.shape[1]
+        layout = complete_layout(input_ids_Bn, columns, self.config)
+        parallel_BNX = self._parallel_prompt(layout, cache)
+        if cache is not None:
+            self._keep_current_cycle(layout, parallel_BNX, cache)
+        hidden_BnX = self.embed_tokens(input_ids_Bn) + layout.take_columns(parallel_BNX)
+        row_M, column_M = columns.is_token_Bn.nonzero(as_tuple=True)
+
+        def exchange(layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            if cache is not None:
+                position_M, capacity = columns.position_Bn[row_M, column_M], max(cache.lengths)
+                tokens_k, tokens_v = key[row_M, column_M], value[row_M, column_M]
+                cache.write(layer, tokens_k, tokens_v, row=row_M, position=position_M, capacity=capacity)
+            return key, value
+
+        hidden_BnX = self._sequential(hidden_BnX, columns.slots(), columns.slots(), exchange)
+        return hidden_BnX.masked_fill(~columns.is_token_Bn[:, :, None], 0.0)
+
+    def _parallel_prompt(self, layout: CompleteLayout, cache: DMTDCache | None) -> torch.Tensor:
+        """Shadow hidden states `[B, N, X]` after the last parallel layer.
+
+        With history "real" both streams go through each layer at once. A real slot is read by later cycles only, so documents of
+        one cycle have none.
+        """
+        num_slots = layout.tokens_BN.shape[1]
+        ids_BT, slots = self._shadow_ids(layout.tokens_BN, layout.position_BN), layout.slots(is_real=False)
+        num_real = 0
+        if self.config.dmtd_history_mode == "real" and bool((layout.position_BN >= self.config.mtp_horizon).any()):
+            num_real = num_slots
+            ids_BT = torch.cat([layout.tokens_BN, ids_BT], dim=1)
+            slots = layout.slots(is_real=True).followed_by(slots)
+        persistent = slice(0, num_real if self.config.dmtd_history_mode == "real" else num_slots)
+        row_B1 = torch.arange(len(ids_BT), device=ids_BT.device)[:, None]
+        position_1T = torch.arange(num_slots, device=ids_BT.device)[None]
+
+        def exchange(layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            if cache is not None and persistent.stop:
+                kept_k, kept_v = key[:, persistent], value[:, persistent]
+                cache.write(layer, kept_k, kept_v, row=row_B1, position=position_1T, capacity=num_slots)
+            return key, value
+
+        return self._parallel(self.embed_tokens(ids_BT), slots, slots, exchange, num_real=num_real)
+
+    def _keep_current_cycle(self, layout: CompleteLayout, parallel_BNX: torch.Tensor, cache: DMTDCache) -> None:
+        """Save the shadow hidden states and the tokens of each row's last cycle (specification 6.2)."""
+        cycle_length = self.config.mtp_horizon
+        start_B = torch.tensor([cycle_id(length - 1, cycle_length) * cycle_length for length in cache.lengths])
+        slot_BC = (start_B[:, None] + torch.arange(cycle_length)).to(parallel_BNX.device)
+        row_B1 = torch.arange(len(slot_BC), device=slot_BC.device)[:, None]
+        cache.shadow_hidden_BCX = parallel_BNX[row_B1, slot_BC]
+        cache.cycle_ids_BC = layout.tokens_BN[row_B1, slot_BC]
+
+    # One token: sections 6 to 10.
+
+    def _step(self, ids_B: torch.Tensor, cache: DMTDCache) -> torch.Tensor:
+        """Hidden states `[B, 1, X]` of one more token of each row."""
+        heads = [row for row, length in enumerate(cache.lengths) if is_cycle_head(length, self.config.mtp_horizon)]
+        if heads:
+            self._parallel_step(ids_B, torch.tensor(heads, device=ids_B.device), cache)
+        assert cache.shadow_hidden_BCX is not None and cache.cycle_ids_BC is not None
+        row_B = torch.arange(len(ids_B), device=ids_B.device)
+        position_B = torch.tensor(cache.lengths, device=ids_B.device)
+        phase_B = phase(position_B, self.config.mtp_horizon)
+        cache.cycle_ids_BC[row_B, phase_B] = ids_B
+        cache.lengths = [length + 1 for length in cache.lengths]
+        cache.num_columns += 1
+        num_keys = max(cache.lengths)
+        hidden_BX = self.embed_tokens(ids_B) + cache.shadow_hidden_BCX[row_B, phase_B]
+
+        def exchange(layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            cache.write(layer, key, value, row=row_B[:, None], position=position_B[:, None], capacity=num_keys)
+            return cache.read(layer, row_R=row_B, length=num_keys)
+
+        query = Slots.of(torch.zeros_like(position_B)[:, None], position_B[:, None], is_real=True)
+        keys = stored_slots(position_B + 1, num_keys, is_real=True)
+        return self._sequential(hidden_BX[:, None], query, keys, exchange)
+
+    def _parallel_step(self, ids_B: torch.Tensor, row_R: torch.Tensor, cache: DMTDCache) -> None:
+        """Compute the shadow block of the rows that stand at a cycle head, and save its hidden states.
+
+        With history "real" the cycle just ended goes through the same pass, before the block, as real tokens: its K and V join
+        the cache, the block's do not (7.3). With history "shadow" the block's join it (8.2).
+        """
+        assert cache.shadow_hidden_BCX is not None and cache.cycle_ids_BC is not None
+        cycle_length, is_real = self.config.mtp_horizon, self.config.dmtd_history_mode == "real"
+        start_R1 = torch.tensor(cache.lengths, device=ids_B.device)[row_R][:, None]
+        position_RT = start_R1 + torch.arange(cycle_length, device=ids_B.device)
+        document_RT = torch.zeros_like(position_RT)
+        block = Slots.of(document_RT, position_RT, is_real=False)
+        ids_RT = self._shadow_ids(ids_B[row_R][:, None], position_RT)
+        slots, written_RT, num_real = block, position_RT, 0
+        if is_real:
+            written_RT, num_real = position_RT - cycle_length, cycle_length
+            slots = Slots.of(document_RT, written_RT, is_real=True).followed_by(block)
+            ids_RT = torch.cat([cache.cycle_ids_BC[row_R], ids_RT], dim=1)
+        num_stored = int(written_RT.max()) + 1
+
+        def exchange(layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            kept_k, kept_v = key[:, :cycle_length], value[:, :cycle_length]
+            cache.write(layer, kept_k, kept_v, row=row_R[:, None], position=written_RT, capacity=num_stored)
+            stored_k, stored_v = cache.read(layer, row_R=row_R, length=num_stored)
+            return torch.cat([stored_k, key[:, cycle_length:]], dim=1), torch.cat([stored_v, value[:, cycle_length:]], dim=1)
+
+        keys = stored_slots(written_RT[:, -1] + 1, num_stored, is_real=is_real)
+        keys = keys.followed_by(block) if is_real else keys
+        block_RCX = self._parallel(self.embed_tokens(ids_RT), slots, keys, exchange, num_real=num_real)
+        cache.shadow_hidden_BCX[row_R] = block_RCX
+
+    # Both.
+
+    def _shadow_ids(self, tokens_BT: torch.Tensor, position_BT: torch.Tensor) -> torch.Tensor:
+        cycle_length, mask_token_id = self.config.mtp_horizon, self.config.mask_token_id
+        return shadow_ids(tokens_BT, position_BT, cycle_length=cycle_length, mask_token_id=mask_token_id)
+
+    def _pass(self, hidden: torch.Tensor, queries: Slots, keys: Slots, exchange: KeyValueExchange) -> Pass:
+        cos_BTE, sin_BTE = self._angles(queries.position_BT, hidden.dtype)
+        visibility = Visibility(queries, keys, self.config)
+        return Pass(cos_BTE=cos_BTE, sin_BTE=sin_BTE, visibility=visibility, exchange=exchange)
+
+    def _parallel(
+        self, hidden_BTX: torch.Tensor, queries: Slots, keys: Slots, exchange: KeyValueExchange, *, num_real: int
+    ) -> torch.Tensor:
+        """The parallel layers. The first `num_real` slots stop at the last layer's K and V; the others come out."""
+        run = self._pass(hidden_BTX, queries, keys, exchange)
+        *earlier, last = self.layers[: self.config.num_parallel_layers]
+        for layer in earlier:
+            hidden_BTX = layer(hidden_BTX, run)
+        return last(hidden_BTX, run, num_key_only=num_real)
+
+    def _sequential(self, hidden_BTX: torch.Tensor, queries: Slots, keys: Slots, exchange: KeyValueExchange) -> torch.Tensor:
+        run = self._pass(hidden_BTX, queries, keys, exchange)
+        for layer in self.layers[self.config.num_parallel_layers :]:
+            hidden_BTX = layer(hidden_BTX, run)
+        return hidden_BTX
+
+
+def stored_slots(length_R: torch.Tensor, num_stored: int, *, is_real: bool) -> Slots:
+    """Entries `[R, num_stored]` of a cache as key slots: entry j holds position j, those past a row's length belong nowhere."""
+    position_RT = torch.arange(num_stored, device=length_R.device).expand(len(length_R), -1)
+    document_RT = torch.zeros_like(position_RT).masked_fill(position_RT >= length_R[:, None], NOWHERE)
+    return Slots.of(document_RT, position_RT, is_real=is_real)
+
+
+class DMTDQwen3ForCausalLM(DMTDQwen3PreTrainedModel, GenerationMixin):
+    """The decoder and its head."""
+
+    # transformers 5 reads the mapping; 4 reads its keys.
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - the type that transformers expects
+
+    def __init__(self, config: DMTDQwen3Config) -> None:
+        super().__init__(config)
+        self.model = DMTDQwen3Model(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: DMTDCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        cache: DMTDCache | None = None,
+        **kwargs,
+    ) -> CausalLMOutputWithPast | tuple:
+        """Next-token logits, as training computes them, or one or more further tokens of a cycled decoding.
+
+        Args:
+            input_ids: Token ids `[B, n]`.
+            attention_mask: `[B, n]`, 0 at padding, which is never seen; positions count from each row's first token.
+            position_ids: `[B, n]`; each 0 starts a document of a packed row. Left out: one document a row.
+            past_key_values: Older name of `cache`.
+            inputs_embeds: Refused: the shadow stream needs ids.
+            labels: `[B, n]`, -100 where there is no target; shifted here, as everywhere in transformers. First tokens of
+                documents and padding are never targets.
+            use_cache: Return a cache that further calls continue. Default: only if one is passed.
+            logits_to_keep: Compute logits of this many last columns only (or of these columns); 0 means all.
+            cache: A `DMTDCache`, empty or returned by an earlier call.
+            kwargs: `num_items_in_batch` for the loss, and `return_dict`.
+
+        Returns:
+            `loss`, `logits` `[B, n, V]` (padding columns hold no prediction) and the cache.
+
+        Raises:
+            ValueError: Something that these models cannot do; the message says what to do instead.
+        """
+        if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
+            raise refusal(found="labels and logits_to_keep", required="logits of every column for a loss", remedy="leave one out")
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            inputs_embeds=inputs_embeds,
+            cache=cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits_BnV = self.lm_head(output.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            assert input_ids is not None
+            targets_Bn = real_targets(labels, read_columns(input_ids, attention_mask, position_ids))
+            items = kwargs.get("num_items_in_batch")
+            loss = self.loss_function(logits_BnV, targets_Bn, vocab_size=self.vocab_size, num_items_in_batch=items)
+        result = CausalLMOutputWithPast(loss=loss, logits=logits_BnV, **{CACHE_FIELD: getattr(output, CACHE_FIELD)})
+        return result if kwargs.get("return_dict") is not False else result.to_tuple()
+
+    def generate(self, *args, **kwargs):
+        """Transformers' `generate`, in cycles; greedy, sampling and beam search, with every processor and stopping rule.
+
+        Raises:
+            ValueError: An option that would need a cache that goes backwards, has a fixed size, or takes a prompt in pieces.
+        """
+        config = kwargs.get("generation_config") or self.generation_config
+        for name in REFUSED_GENERATION:
+            value = kwargs[name] if name in kwargs else getattr(config, name, None)
+            if value is not None:
+                raise refusal(
+                    found=f"generate({name}=...)",
+                    required="whole prompts of token ids, then one token after the other, with this model's own cache",
+                    remedy=f"leave out {name}",
+                )
+        return super().generate(*args, **kwargs)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        """False: `generate` leaves it to `forward` to make the cache, since no other kind would do."""
+        return False
+
+
+def check_arguments(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, others: dict) -> None:
+    """Refuse what the forward pass cannot take, by name."""
+    if inputs_embeds is not None:
+        raise refusal(
+            found="inputs_embeds", required="input_ids: MASK ids stand between the cycle heads", remedy="pass input_ids"
+        )
+    if input_ids is None or input_ids.dim() != 2:
+        shape = None if input_ids is None else tuple(input_ids.shape)
+        raise refusal(found=f"input_ids of shape {shape}", required="ids [rows, columns]", remedy="pass input_ids")
+    for name in ("output_attentions", "output_hidden_states"):
+        if others.get(name):
+            raise refusal(
+                found=f"{name}=True", required="False: slots of two streams are not columns", remedy=f"leave out {name}"
+            )
+    unknown = sorted(name for name, value in others.items() if name not in IGNORED_ARGUMENTS and value is not None)
+    if unknown:
+        raise refusal(found=f"arguments {unknown}", required="arguments of forward", remedy="leave them out")
+
+
+def choose_cache(
+    cache: DMTDCache | None, past_key_values: DMTDCache | None, use_cache: bool | None, config: DMTDQwen3Config
+) -> DMTDCache | None:
+    """The cache that a call fills or continues, if any."""
+    if cache is not None and past_key_values is not None:
+        raise refusal(found="cache and past_key_values", required="one cache", remedy="leave out past_key_values, the older name")
+    cache = cache if cache is not None else past_key_values
+    if cache is None:
+        return DMTDCache(config) if use_cache else None
+    if not isinstance(cache, DMTDCache):
+        raise refusal(
+            found=f"a cache of type {type(cache).__name__}",
+            required="a DMTDCache: parallel and sequential layers keep different tokens",
+            remedy="leave the cache out with use_cache=True; the output holds one",
+        )
+    if use_cache is False:
+        raise refusal(found="a cache and use_cache=False", required="one or the other", remedy="leave out the cache")
+    return cache
+
+
+def check_prompt(columns: Columns) -> None:
+    """Refuse prompts that a cache cannot be filled from: packed rows, empty rows, padding on the right."""
+    if int(columns.document_Bn.max()) > 0:
+        raise refusal(
+            found="a row of several documents (position_ids restart at 0) and a cache",
+            required="one document per row to decode",
+            remedy="give each document its own row, or leave out use_cache",
+        )
+    if not bool(columns.is_token_Bn[:, -1].all()):
+        raise refusal(
+            found="padding in the last column of a prompt",
+            required="prompts that end in the last column: padding goes on the left",
+            remedy="set padding_side='left' on the tokenizer",
+        )
+
+
+def check_continuation(
+    cache: DMTDCache, input_ids_Bn: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+) -> None:
+    """Refuse columns that do not follow what the cache holds."""
+    rows, columns = input_ids_Bn.shape
+    if rows != len(cache.lengths):
+        raise refusal(found=f"{rows} rows", required=f"the cache's {len(cache.lengths)}", remedy="start a new cache")
+    if attention_mask is not None and not bool((attention_mask[:, -columns:] != 0).all()):
+        raise refusal(
+            found="padding after the first call with a cache", required="tokens only", remedy="put padding left of the prompt"
+        )
+    expected = torch.tensor(cache.lengths)[:, None] + torch.arange(columns)
+    if position_ids is not None and not torch.equal(position_ids.cpu().expand(rows, -1), expected):
+        raise refusal(
+            found=f"position_ids {position_ids.tolist()}",
+            required=f"positions that follow the cache's: {expected.tolist()}",
+            remedy="leave out position_ids",
+        )
+
+
+def real_targets(labels_Bn: torch.Tensor, columns: Columns) -> torch.Tensor:
+    """Labels without those that no token of the same document precedes."""
+    follows_Bn = columns.is_token_Bn & (columns.position_Bn > 0)
+    return labels_Bn.masked_fill(~follows_Bn.to(labels_Bn.device), -100)
+
+
+__all__ = ["DMTDQwen3ForCausalLM", "DMTDQwen3Model", "DMTDQwen3PreTrainedModel"]
