@@ -1,0 +1,113 @@
+"""One optimizer step, and one evaluation, on Megatron's schedules.
+
+The loss of a step is the mean over all valid targets of the global batch, whichever ranks and microbatches hold them.
+
+Shape legend: B rows, N slots per row, T phases of the cycle.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_dmtd.data.batch import Batch
+from megatron_dmtd.training.metrics import PhaseLoss
+from megatron_dmtd.training.setup import Run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What one step did."""
+
+    loss: PhaseLoss
+    """Sums over the global batch; the same on every rank."""
+    grad_norm: float
+    """Norm of the whole gradient before clipping."""
+    lr: float
+    """Learning rate that the step used."""
+
+
+def _forward_step(run: Run, iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+    batch = next(iterator).to(run.platform.device)
+    # Every document, and every piece of one, starts at position 0.
+    documents_BN = (batch.positions_BN == 0).cumsum(dim=1) - 1
+    output = model(
+        batch.tokens_BN,
+        batch.positions_BN,
+        documents_BN,
+        batch.labels_BN,
+        one_document_per_row=all(len(row) == 1 for row in batch.document_lengths),
+    )
+    return output, functools.partial(_loss, batch, run.config.cycle.cycle_length)
+
+
+def _loss(batch: Batch, cycle_length: int, loss_BN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, PhaseLoss]:
+    """Sum of the loss, number of targets, and the sums per phase. Megatron divides the gradient by all targets of the step."""
+    phases = PhaseLoss(cycle_length, device=loss_BN.device)
+    phases.add(loss_BN=loss_BN.detach(), loss_mask_BN=batch.loss_mask_BN, positions_BN=batch.positions_BN)
+    loss_BN = loss_BN.float()
+    return (loss_BN * batch.loss_mask_BN).sum(), batch.loss_mask_BN.sum().to(torch.int), phases
+
+
+def _all_ranks_sum(run: Run, parts: list[PhaseLoss]) -> PhaseLoss:
+    """Sum the last stage's parts over data-parallel ranks and hand the sum to every stage."""
+    total = PhaseLoss(run.config.cycle.cycle_length, device=run.platform.device)
+    for part in parts:
+        total.merge(part)
+    if parallel_state.is_pipeline_last_stage():
+        torch.distributed.all_reduce(total.sums_2T, group=parallel_state.get_data_parallel_group())
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        torch.distributed.broadcast(
+            total.sums_2T,
+            src=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+    return total
+
+
+def _run_schedule(run: Run, iterator: Iterator[Batch], *, num_microbatches: int, forward_only: bool) -> PhaseLoss:
+    parts = get_forward_backward_func()(
+        forward_step_func=functools.partial(_forward_step, run),
+        data_iterator=iterator,
+        model=[run.wrapped],
+        num_microbatches=num_microbatches,
+        seq_length=run.config.data.seq_length,
+        micro_batch_size=run.config.training.micro_batch_size,
+        forward_only=forward_only,
+    )
+    return _all_ranks_sum(run, parts)
+
+
+def train_step(run: Run, iterator: Iterator[Batch]) -> StepResult:
+    """Forward, backward, and one update; advances `run`."""
+    run.wrapped.zero_grad_buffer()
+    run.optimizer.zero_grad()
+    loss = _run_schedule(run, iterator, num_microbatches=run.num_microbatches, forward_only=False)
+    lr = max(group["lr"] for group in run.optimizer.param_groups)
+    _, grad_norm, _ = run.optimizer.step()
+    run.scheduler.step(increment=1)
+    run.step += 1
+    run.rows += run.config.training.global_batch_size
+    return StepResult(loss=loss, grad_norm=float(grad_norm or 0.0), lr=lr)
+
+
+@torch.no_grad()
+def evaluate(run: Run, iterator: Iterator[Batch], *, num_batches: int) -> PhaseLoss:
+    """Loss over `num_batches` global batches, in evaluation mode; the model is left in training mode."""
+    total = PhaseLoss(run.config.cycle.cycle_length, device=run.platform.device)
+    overlap = run.config.parallel.overlap_param_gather
+    if overlap:
+        run.wrapped.disable_forward_pre_hook()
+    run.wrapped.eval()
+    for _ in range(num_batches):
+        total.merge(_run_schedule(run, iterator, num_microbatches=run.num_microbatches, forward_only=True))
+    run.wrapped.train()
+    if overlap:
+        run.wrapped.enable_forward_pre_hook()
+    return total
