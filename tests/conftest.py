@@ -1,0 +1,22 @@
+"""Corpora that several tests read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+# One thread: forked children of a process that used more would wait for threads that they do not have.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Prefixes of a training and of a held-out corpus."""
+    from megatron_dmtd.platform import prepare_megatron
+    from tests.support.tiny import write_corpus
+
+    prepare_megatron()
+    folder: Path = tmp_path_factory.mktemp("corpus")
+    return write_corpus(folder / "train", num_documents=120), write_corpus(folder / "valid", num_documents=9, seed=1)
