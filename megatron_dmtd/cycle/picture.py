@@ -18,6 +18,9 @@ from megatron_dmtd.errors import CapabilityError
 
 SEEN, UNSEEN = "#", "."
 
+#: RGB of a key that is seen: a real slot, a shadow cycle head, a shadow MASK slot
+REAL_COLOUR, HEAD_COLOUR, MASK_COLOUR = (56, 117, 179), (217, 102, 13), (250, 184, 107)
+
 
 class MaskGrid(NamedTuple):
     """All slots of a row against each other; real slots, if the variant has them, come first on both axes."""
@@ -132,7 +135,7 @@ def save_mask_png(path: Path, document_lengths: Sequence[int], *, variant: str, 
     figure = Figure(figsize=(2.2 + 0.21 * size, 1.6 + 0.21 * size), dpi=100, layout="constrained")
     axes = figure.add_subplot()
     axes.imshow(_colours(grid), interpolation="nearest")
-    axes.set_title(f"{variant}, cycles of {cycle_length}: rows read columns")
+    axes.set_title(f"{variant}, cycles of {cycle_length}: rows read columns", fontsize=9)
     names = [label.split()[-1] for label in _labels(grid)]
     axes.set_xticks(range(size), names, rotation=90, fontsize=7)
     axes.set_yticks(range(size), names, fontsize=7)
@@ -157,10 +160,10 @@ def _axis_title(grid: MaskGrid) -> str:
 
 
 def _colours(grid: MaskGrid) -> np.ndarray:
-    """RGB image [rows, columns, 3]: white unseen, blue a real key, orange a shadow head, light orange a MASK slot."""
-    image = np.full((*grid.sees.shape, 3), 1.0)
+    """RGB image [rows, columns, 3], uint8: white unseen, blue a real key, orange a shadow head, light orange a MASK slot."""
+    image = np.full((*grid.sees.shape, 3), 255, dtype=np.uint8)
     key_is_real, key_is_token = grid.slots.is_real[None, :], holds_token(grid.slots, grid.cycle_length)[None, :]
-    image[grid.sees & key_is_real] = (0.22, 0.46, 0.70)
-    image[grid.sees & ~key_is_real & key_is_token] = (0.85, 0.40, 0.05)
-    image[grid.sees & ~key_is_real & ~key_is_token] = (0.98, 0.72, 0.42)
+    image[grid.sees & key_is_real] = REAL_COLOUR
+    image[grid.sees & ~key_is_real & key_is_token] = HEAD_COLOUR
+    image[grid.sees & ~key_is_real & ~key_is_token] = MASK_COLOUR
     return image

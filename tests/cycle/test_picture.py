@@ -1,0 +1,120 @@
+"""Pictures: literal ones, and the grid against the specification's text."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from megatron_dmtd.cycle import VARIANTS, history_picture, mask_grid, mask_picture, save_mask_png
+from megatron_dmtd.cycle.picture import HEAD_COLOUR, MASK_COLOUR, REAL_COLOUR
+from megatron_dmtd.errors import CapabilityError
+from tests.oracles.visibility import may_read, walk
+
+
+@pytest.mark.parametrize(
+    ("variant", "picture"),
+    [
+        ("vanilla", "[1111] [1111] [1111]"),
+        ("causal-norefresh", "[1000] [1000] [1000]"),
+        ("causal-refresh", "[1111] [1111] [1000]"),
+        ("bidirectional-norefresh", "[1000] [1000] [1000]"),
+        ("bidirectional-refresh", "[1111] [1111] [1000]"),
+    ],
+)
+def test_history_picture_is_that_of_the_specification(variant, picture):
+    assert history_picture(12, variant=variant, cycle_length=4) == picture
+    assert history_picture(9, variant=variant, cycle_length=4) == picture
+
+
+def test_history_picture_of_other_cycle_lengths():
+    assert history_picture(5, variant="causal-refresh", cycle_length=2) == "[11] [11] [10]"
+    assert history_picture(2, variant="causal-norefresh", cycle_length=1) == "[1] [1]"
+    assert history_picture(1, variant="bidirectional-refresh", cycle_length=3) == "[100]"
+
+
+@pytest.mark.parametrize("cycle_length", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_mask_grid_is_the_specification(variant, cycle_length):
+    lengths = [2 * cycle_length, cycle_length]
+    slots = walk("shadow", lengths, cycle_length)
+    if variant.endswith("-refresh"):
+        slots = walk("real", lengths, cycle_length) + slots
+    want = [[may_read(query, key, variant) for key in slots] for query in slots]
+    assert mask_grid(lengths, variant=variant, cycle_length=cycle_length).sees.tolist() == want
+
+
+def test_mask_grid_completes_each_document():
+    grid = mask_grid([5, 1], variant="vanilla", cycle_length=4)
+    assert grid.slots.document.tolist() == [0] * 8 + [1] * 4
+    assert grid.slots.is_real.all()
+    assert np.array_equal(grid.sees[:8, :8], np.tril(np.ones((8, 8), dtype=bool)))
+    assert not grid.sees[8:, :8].any()
+
+
+def test_mask_picture_literally():
+    picture = mask_picture([4, 2], variant="bidirectional-refresh", cycle_length=2)
+    assert picture.splitlines() == [
+        "   reads stream  rr rr rr  |  ss ss ss",
+        "       document  00 00 11  |  00 00 11",
+        "x token, M MASK  xx xx xx  |  xM xM xM",
+        "       position  01 23 01  |  01 23 01",
+        "",
+        "real   0   x0    #. .. ..  |  .. .. ..",
+        "real   0   x1    ## .. ..  |  .. .. ..",
+        "",
+        "real   0   x2    ## #. ..  |  .. .. ..",
+        "real   0   x3    ## ## ..  |  .. .. ..",
+        "",
+        "real   1   x0    .. .. #.  |  .. .. ..",
+        "real   1   x1    .. .. ##  |  .. .. ..",
+        "",
+        "shadow 0   x0    .. .. ..  |  ## .. ..",
+        "shadow 0   M1    .. .. ..  |  ## .. ..",
+        "",
+        "shadow 0   x2    ## .. ..  |  .. ## ..",
+        "shadow 0   M3    ## .. ..  |  .. ## ..",
+        "",
+        "shadow 1   x0    .. .. ..  |  .. .. ##",
+        "shadow 1   M1    .. .. ..  |  .. .. ##",
+    ]
+
+
+def test_mask_picture_of_causal_blocks_differs_inside_the_block_only():
+    causal, bidirectional = (
+        mask_picture([4], variant=f"{block}-norefresh", cycle_length=2).splitlines() for block in ("causal", "bidirectional")
+    )
+    differing = [pair for pair in zip(causal, bidirectional, strict=True) if pair[0] != pair[1]]
+    assert differing == [
+        ("shadow 0   x0    #. ..", "shadow 0   x0    ## .."),
+        ("shadow 0   x2    ## #.", "shadow 0   x2    ## ##"),
+    ]
+
+
+@pytest.mark.parametrize("variant", ["vanilla", *VARIANTS])
+def test_a_png_is_written_whole_and_leaves_nothing_else(tmp_path, variant):
+    path = tmp_path / "mask.png"
+    path.write_bytes(b"old")
+    save_mask_png(path, [4, 3], variant=variant, cycle_length=4)
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") and len(path.read_bytes()) > 1000
+    assert [entry.name for entry in tmp_path.iterdir()] == ["mask.png"]
+
+
+def test_the_coloured_areas_of_a_png_count_the_real_head_and_mask_keys_seen(tmp_path):
+    from matplotlib.image import imread
+
+    path = tmp_path / "mask.png"
+    save_mask_png(path, [8, 4], variant="bidirectional-refresh", cycle_length=4)
+    pixels = (imread(path)[..., :3] * 255).round().astype(int).reshape(-1, 3)
+    area = {colour: (pixels == colour).all(axis=1).sum() for colour in (HEAD_COLOUR, MASK_COLOUR, REAL_COLOUR)}
+    cell = area[HEAD_COLOUR] / 12
+    assert cell > 100
+    # Lines between cycles cover some of the cells.
+    assert area[MASK_COLOUR] / cell == pytest.approx(12 * 3, rel=0.1)
+    assert area[REAL_COLOUR] / cell == pytest.approx(8 * 9 // 2 + 4 * 5 // 2 + 4 * 4, rel=0.1)
+
+
+def test_a_png_without_matplotlib_is_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(CapabilityError, match="pip install matplotlib"):
+        save_mask_png(tmp_path / "mask.png", [4], variant="vanilla", cycle_length=4)
+    assert list(tmp_path.iterdir()) == []
