@@ -55,7 +55,7 @@ def manifest_path(prefix: str) -> Path:
 
 def dump_manifest(manifest: Manifest) -> str:
     """The manifest as JSON text."""
-    return json.dumps(dataclasses.asdict(manifest), indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(dataclasses.asdict(manifest), indent=2) + "\n"
 
 
 def read_manifest(prefix: str) -> Manifest | None:

@@ -1,0 +1,180 @@
+"""Tokenizers: loading, encoding text without letting it speak control tokens, and training a byte-level BPE.
+
+A text may hold the characters `<|endoftext|>` or `<|mask|>`: web pages and source files of language models do. They stay text. If
+they became the control ids, a document would end in its middle, or hold MASK, which stands for a token not yet known.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_dmtd.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+EOS_TOKEN = "<|endoftext|>"
+PAD_TOKEN = "<|pad|>"
+MASK_TOKEN = "<|mask|>"
+_CONTROL_TOKENS = (EOS_TOKEN, PAD_TOKEN, MASK_TOKEN)  # ids 0, 1, 2 of a tokenizer trained here
+#: all bytes and the control tokens
+SMALLEST_VOCABULARY = 256 + len(_CONTROL_TOKENS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ControlIds:
+    """Ids that stand for no text."""
+
+    eos: int
+    """End of a document."""
+    pad: int
+    """Padding; may equal `eos`."""
+    mask: int
+    """A token not yet known. May lie beyond the tokenizer's own ids."""
+
+
+def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
+    """The tokenizer saved in `directory`. Raises `DataError` if there is none, or it has no EOS."""
+    file = Path(directory) / "tokenizer.json"
+    required = "a folder with a Hugging Face fast tokenizer (tokenizer.json, tokenizer_config.json)"
+    if not file.is_file():
+        raise DataError(found=f"no file {file}", required=required, remedy="check the path, or run tools/train_tokenizer.py")
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # seconds of import
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    except Exception as error:  # the tokenizers library raises bare Exception for a damaged file
+        raise DataError(found=f"{file}: {error}", required=required, remedy="make or copy the folder again") from error
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            found=f"the tokenizer in {directory} has no EOS token",
+            required="an EOS token, which ends each document",
+            remedy="set eos_token in its tokenizer_config.json",
+        )
+    assert isinstance(tokenizer, PreTrainedTokenizerFast), type(tokenizer)
+    return tokenizer
+
+
+def control_ids(tokenizer: PreTrainedTokenizerFast, *, mask_token_id: int | None = None) -> ControlIds:
+    """The control ids of a tokenizer. PAD is EOS if it has none of its own; `mask_token_id` overrides its MASK.
+
+    Raises `DataError` if there is no MASK, or it is EOS or an ordinary token.
+    """
+    mask = tokenizer.mask_token_id if mask_token_id is None else mask_token_id
+    remedy = "give the id of a special token that no text needs (--mask-token-id; 151660 for Qwen3)"
+    if mask is None:
+        raise DataError(found="a tokenizer without a MASK token", required="a MASK token", remedy=remedy)
+    required = "an id of its own, which no text holds"
+    if mask < 0 or mask == tokenizer.eos_token_id:
+        raise DataError(found=f"MASK id {mask}, EOS id {tokenizer.eos_token_id}", required=required, remedy=remedy)
+    if mask < len(tokenizer) and mask not in tokenizer.added_tokens_decoder:
+        token = tokenizer.convert_ids_to_tokens(mask)
+        raise DataError(found=f"MASK id {mask}, the ordinary token {token!r}", required=required, remedy=remedy)
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return ControlIds(eos=tokenizer.eos_token_id, pad=pad, mask=mask)
+
+
+class TextEncoder:
+    """Text to ids, in which no control id ever occurs and nothing is added or cut off."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, control: ControlIds) -> None:
+        """Work on a copy: `tokenizer` itself goes on reading control tokens, as chat templates need."""
+        from tokenizers import AddedToken, Tokenizer
+
+        self._control = np.array([control.eos, control.pad, control.mask])
+        self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._backend.no_truncation()  # a tokenizer.json may carry a length limit
+        self._backend.no_padding()
+        # Tokens marked special are left to the model as ordinary characters by this switch. Qwen3's MASK <|fim_middle|> is an
+        # added token that is not marked, so the control tokens are marked first.
+        self._backend.encode_special_tokens = True
+        added = self._backend.get_added_tokens_decoder()
+        contents = [added[token_id].content for token_id in self._control.tolist() if token_id in added]
+        self._backend.add_special_tokens([AddedToken(content, special=True, normalized=False) for content in contents])
+        self.vocab_size: int = max(*self._backend.get_vocab(with_added_tokens=True).values(), control.eos) + 1
+        """The highest id that may come out, plus 1."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
+        """The ids of each text, without EOS. Raises `DataError` if a control id comes out all the same."""
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        batch = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+        for ids, text in zip(batch, texts):
+            found = np.flatnonzero(np.isin(ids, self._control))
+            if found.size:
+                raise DataError(
+                    found=f"the control id {ids[found[0]]} from the text {text[:60]!r}",
+                    required="control ids that no text can spell",
+                    remedy="choose another token for EOS, PAD or MASK: this one is an ordinary word of the vocabulary",
+                )
+        return batch
+
+
+def train_bpe(
+    texts: Iterable[str],
+    *,
+    vocab_size: int,
+    output_dir: str | Path,
+    min_frequency: int = 2,
+    overwrite: bool = False,
+    show_progress: bool = False,
+) -> int:
+    """Train a byte-level BPE on `texts`, save it as a Hugging Face folder, and return its real size.
+
+    `vocab_size` counts the 256 bytes and EOS, PAD and MASK. A small corpus may hold too few pairs that occur `min_frequency`
+    times; the tokenizer is then smaller. Any text survives encoding and decoding. Raises `DataError` before any work if the
+    vocabulary is too small, the folder holds one already without `overwrite`, or there is no text.
+    """
+    output_dir = Path(output_dir)
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise DataError(
+            found=f"a vocabulary of {vocab_size}",
+            required=f"at least {SMALLEST_VOCABULARY}: all bytes, EOS, PAD and MASK",
+            remedy="raise the vocabulary size",
+        )
+    if (output_dir / "tokenizer.json").exists() and not overwrite:
+        raise DataError(found=f"a tokenizer in {output_dir}", required="a new one", remedy="name another, or pass --overwrite")
+    iterator = iter(texts)
+    first = next(iterator, None)
+    if first is None:
+        raise DataError(found="no documents", required="text to train on", remedy="check the input and the held-out fraction")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=list(_CONTROL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=show_progress,
+    )
+    backend.train_from_iterator(chain([first], iterator), trainer)
+    _save(backend.to_str(pretty=True), output_dir)
+    return backend.get_vocab_size()
+
+
+def _save(tokenizer_json: str, output_dir: Path) -> None:
+    """Write the three files of the folder, each in one step; tokenizer.json, by which the folder is known, is the last."""
+    control = {"eos_token": EOS_TOKEN, "pad_token": PAD_TOKEN, "mask_token": MASK_TOKEN}
+    # The class name is the one that every version of transformers knows. Clean-up would remove spaces before punctuation.
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **control}
+    output_dir.mkdir(parents=True, exist_ok=True)
+    texts = {
+        "special_tokens_map.json": json.dumps(control, indent=2) + "\n",
+        "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
+        "tokenizer.json": tokenizer_json,
+    }
+    for name, text in texts.items():
+        partial = output_dir / f"{name}.partial-{os.getpid()}"
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, output_dir / name)

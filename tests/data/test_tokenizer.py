@@ -1,0 +1,195 @@
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dmtd.data.tokenizer import ControlIds, TextEncoder, control_ids, load_tokenizer, train_bpe
+from megatron_dmtd.errors import DataError
+
+TEXTS = ["the cat sat on the mat\n", "def f(x):\n    return the_cat(x)\n", "the mask is <|mask|>, the end is <|endoftext|>"] * 5
+SPOKEN = "a <|mask|><|pad|> b<|endoftext|>"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    assert train_bpe(TEXTS, vocab_size=300, output_dir=folder) == 300
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory):
+    return load_tokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def encoder(tokenizer):
+    return TextEncoder(tokenizer, control_ids(tokenizer))
+
+
+def test_a_trained_tokenizer_is_loaded_with_its_control_ids(directory, tokenizer):
+    from transformers import AutoTokenizer
+
+    assert control_ids(tokenizer) == ControlIds(eos=0, pad=1, mask=2)
+    anew = AutoTokenizer.from_pretrained(str(directory))
+    assert (anew.eos_token_id, anew.pad_token_id, anew.mask_token_id) == (0, 1, 2)
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+
+
+def test_training_learns_merges_and_is_reproducible(directory, tmp_path, encoder):
+    (ids,) = encoder.encode_batch(["the cat"])
+    assert len(ids) < 4
+    train_bpe(iter(TEXTS), vocab_size=300, output_dir=tmp_path / "again")
+    assert (tmp_path / "again" / "tokenizer.json").read_bytes() == (directory / "tokenizer.json").read_bytes()
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(text=st.text())
+def test_any_text_survives_the_round_trip(tokenizer, encoder, text):
+    (ids,) = encoder.encode_batch([text])
+    assert tokenizer.decode(ids.tolist(), skip_special_tokens=False) == text
+    assert not np.isin(ids, [0, 1, 2]).any()
+
+
+def test_text_that_spells_a_control_token_stays_text(tokenizer, encoder):
+    assert {0, 1, 2} <= set(tokenizer.encode(SPOKEN))  # the trap: the plain tokenizer turns it into control ids
+    (ids,) = encoder.encode_batch([SPOKEN])
+    assert not {0, 1, 2} & set(ids.tolist())
+    assert tokenizer.decode(ids.tolist()) == SPOKEN
+    assert {0, 1, 2} <= set(tokenizer.encode(SPOKEN))  # and the tokenizer itself is left as it was
+
+
+def add_plain_token(tokenizer_dir, target, content):
+    """A copy of the tokenizer with an added token that is not marked special, as Qwen3 has <|fim_middle|>."""
+    from tokenizers import AddedToken
+
+    tokenizer = load_tokenizer(tokenizer_dir)
+    tokenizer.add_tokens([AddedToken(content, special=False, normalized=False)])
+    tokenizer.save_pretrained(target)
+    return load_tokenizer(target)
+
+
+def test_a_mask_token_that_is_not_marked_special_cannot_be_spelt_either(directory, tmp_path):
+    tokenizer = add_plain_token(directory, tmp_path, "<|fim_middle|>")
+    assert 300 in tokenizer.encode("x <|fim_middle|>")
+    control = control_ids(tokenizer, mask_token_id=300)
+    assert control == ControlIds(eos=0, pad=1, mask=300)
+    encoder = TextEncoder(tokenizer, control)
+    (ids,) = encoder.encode_batch(["x <|fim_middle|>"])
+    assert 300 not in ids
+    assert tokenizer.decode(ids.tolist()) == "x <|fim_middle|>"
+    assert encoder.vocab_size == 301
+
+
+def test_other_added_tokens_keep_their_ids(directory, tmp_path):
+    tokenizer = add_plain_token(directory, tmp_path, "<think>")
+    (ids,) = TextEncoder(tokenizer, control_ids(tokenizer)).encode_batch(["a<think>"])
+    assert ids.tolist()[-1] == 300
+
+
+def test_nothing_is_added_or_cut_off(directory, tmp_path):
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    backend.enable_truncation(max_length=3)
+    backend.enable_padding(length=50, pad_id=1, pad_token="<|pad|>")
+    backend.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", mask_token="<|mask|>")
+    assert len(backend.encode("the cat sat").ids) == 50
+    (ids,) = TextEncoder(tokenizer, control_ids(tokenizer)).encode_batch(["the cat sat on the mat"])
+    assert tokenizer.decode(ids.tolist()) == "the cat sat on the mat"
+
+
+def test_a_control_id_that_is_an_ordinary_word_is_refused():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({"cat": 0, "end": 1, "?": 2}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="end", mask_token="?")
+    encoder = TextEncoder(tokenizer, control_ids(tokenizer))
+    assert encoder.encode_batch(["cat cat"])[0].tolist() == [0, 0]
+    with pytest.raises(DataError, match="the control id 1 from the text 'cat end'"):
+        encoder.encode_batch(["cat", "cat end"])
+
+
+def test_a_mask_id_that_is_eos_or_an_ordinary_token_is_refused(tokenizer):
+    assert control_ids(tokenizer, mask_token_id=5000).mask == 5000  # a row of the embedding beyond the tokenizer
+    for mask, found in [(0, "MASK id 0, EOS id 0"), (-1, "MASK id -1"), (68, "MASK id 68, the ordinary token 'b'")]:
+        with pytest.raises(DataError, match=found):
+            control_ids(tokenizer, mask_token_id=mask)
+
+
+def without(directory, target, key):
+    """A copy of the tokenizer whose configuration lacks a key."""
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    del config[key]
+    (target / "tokenizer_config.json").write_text(json.dumps(config))
+    (target / "tokenizer.json").write_bytes((directory / "tokenizer.json").read_bytes())
+    return target
+
+
+def test_a_tokenizer_without_a_mask_needs_one_by_id(directory, tmp_path):
+    tokenizer = load_tokenizer(without(directory, tmp_path, "mask_token"))
+    with pytest.raises(DataError, match="without a MASK token"):
+        control_ids(tokenizer)
+    assert control_ids(tokenizer, mask_token_id=2).mask == 2
+
+
+def test_a_tokenizer_without_a_pad_pads_with_eos(directory, tmp_path):
+    tokenizer = load_tokenizer(without(directory, tmp_path, "pad_token"))
+    assert control_ids(tokenizer) == ControlIds(eos=0, pad=0, mask=2)
+
+
+def test_a_tokenizer_without_eos_is_refused(directory, tmp_path):
+    with pytest.raises(DataError, match="has no EOS token"):
+        load_tokenizer(without(directory, tmp_path, "eos_token"))
+
+
+def test_a_missing_tokenizer_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"no file .*tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_damaged_tokenizer_is_refused(directory, tmp_path):
+    without(directory, tmp_path, "pad_token")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"tokenizer\.json: "):
+        load_tokenizer(tmp_path)
+
+
+def test_a_small_corpus_gives_a_smaller_vocabulary(tmp_path):
+    assert train_bpe(["ab", "ab"], vocab_size=1000, output_dir=tmp_path / "small") == 260  # 256 bytes, 3 control tokens, "ab"
+
+
+def test_a_vocabulary_that_cannot_hold_all_bytes_is_refused(tmp_path):
+    with pytest.raises(DataError, match="at least 259"):
+        train_bpe(TEXTS, vocab_size=258, output_dir=tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_training_on_nothing_is_refused(tmp_path):
+    with pytest.raises(DataError, match="no documents"):
+        train_bpe([], vocab_size=300, output_dir=tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_an_existing_tokenizer_is_replaced_only_on_demand(tmp_path):
+    train_bpe(["ab", "ab"], vocab_size=260, output_dir=tmp_path)
+    (tmp_path / "notes.md").write_text("mine")
+    before = (tmp_path / "tokenizer.json").read_bytes()
+    with pytest.raises(DataError, match="a tokenizer in "):
+        train_bpe(["cd", "cd"], vocab_size=260, output_dir=tmp_path)
+    assert (tmp_path / "tokenizer.json").read_bytes() == before
+    train_bpe(["cd", "cd"], vocab_size=260, output_dir=tmp_path, overwrite=True)
+    assert (tmp_path / "tokenizer.json").read_bytes() != before
+    assert (tmp_path / "notes.md").read_text() == "mine"
+    assert not list(tmp_path.glob("*partial*"))

@@ -1,0 +1,66 @@
+"""Train a byte-level BPE tokenizer, with EOS, PAD and MASK, and save it as a Hugging Face folder.
+
+    python tools/train_tokenizer.py --input stdlib --vocab-size 8192 --output tokenizer --heldout-fraction 0.02
+
+Give the held-out fraction of tools/preprocess.py: the tokenizer then sees the training documents only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from megatron_dmtd.data.documents import in_split, open_source
+from megatron_dmtd.data.tokenizer import train_bpe
+from megatron_dmtd.errors import DMTDError
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        help="in any number and mixture: .jsonl files, folders of text files, or `stdlib` (this Python's own library)",
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, required=True, help="ids of the tokenizer, all bytes and EOS, PAD, MASK included"
+    )
+    parser.add_argument("--output", required=True, help="folder to write")
+    parser.add_argument("--heldout-fraction", type=float, default=0.0, help="share of the documents not to train on")
+    parser.add_argument("--min-frequency", type=int, default=2, help="occurrences that a pair needs (default: %(default)s)")
+    parser.add_argument("--pattern", nargs="+", default=["**/*.txt"], help="which files of a folder (default: %(default)s)")
+    parser.add_argument("--text-key", default="text", help="key of the text in a .jsonl line (default: %(default)s)")
+    parser.add_argument("--overwrite", action="store_true", help="replace a tokenizer that exists")
+    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    parsed = make_parser().parse_args(arguments)
+    try:
+        source = open_source(parsed.input, patterns=parsed.pattern, text_key=parsed.text_key)
+        size = train_bpe(
+            (document.text for document in source if in_split(document.name, "train", parsed.heldout_fraction)),
+            vocab_size=parsed.vocab_size,
+            output_dir=parsed.output,
+            min_frequency=parsed.min_frequency,
+            overwrite=parsed.overwrite,
+            show_progress=not parsed.no_progress,
+        )
+    except DMTDError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{parsed.output}: {size} tokens")
+    if size < parsed.vocab_size:
+        print(f"the corpus holds too few frequent pairs for {parsed.vocab_size}")
+    if source.skipped:
+        print(f"{len(source.skipped)} documents that are not UTF-8 text left out")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
