@@ -1,7 +1,8 @@
 """Every layout gives the loss curve of one process.
 
-Level: fp32 tolerance. Sums run in another order (over tensor ranks, microbatches, ranks), so bits differ; over six steps of this
-model the largest difference seen was below 1e-5, and a planted fault moves the loss by more than 1e-3.
+Level: fp32 tolerance. Sums run in another order (over tensor ranks, microbatches, ranks), so bits differ. Over six steps of this
+model the largest differences seen were 7e-8 in the loss and 2e-7 of the gradient norm; a copy of the embedding table left out of
+its group moves them by 1e-2, swapped streams by 4e-2.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ def _assert_same_curve(found: list[Any], expected: Any) -> None:
     losses, norms, held_out = expected
     assert max(losses) - min(losses) > 0.1, "the curve must move, or the comparison says nothing"
     for rank_losses, rank_norms, rank_held_out in found:
-        assert rank_losses == pytest.approx(losses, abs=2e-5)
-        assert rank_norms == pytest.approx(norms, rel=2e-4)
-        assert rank_held_out == pytest.approx(held_out, abs=2e-5)
+        assert rank_losses == pytest.approx(losses, abs=2e-6)
+        assert rank_norms == pytest.approx(norms, rel=5e-6)
+        assert rank_held_out == pytest.approx(held_out, abs=2e-6)
         assert set(held_out) == {"loss", *(f"loss_phase_{phase}" for phase in range(4))}
 
 

@@ -1,0 +1,175 @@
+"""Megatron's forward pass, Hugging Face's and the oracle's are one function, in all four variants.
+
+Level: fp32 tolerance against float64. The logits spread over tens, fp32 carries 7 digits through 4 layers; the largest difference
+seen was 5e-5. Bitwise equality cannot hold between libraries that order their sums differently.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dmtd.config import Config
+from megatron_dmtd.conversion.hf_config import to_hf_config
+from tests.oracles.parallel_dmtd import teacher_forced_logits, vanilla_logits
+from tests.support.oracle_weights import own_tensors, shape_of, wide_weights
+from tests.support.ranks import run_ranks
+from tests.support.tiny import MASK, VARIANTS, tiny_config
+
+TOLERANCE = 2e-4
+DOCUMENTS = (12, 4, 16)
+
+
+def _tokens(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, MASK, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def megatron_model(config: Config, own: dict[str, torch.Tensor]) -> Any:
+    """The whole model on one rank, with the given tensors. Runs inside a rank."""
+    from megatron_dmtd.parallel.groups import init_parallel
+    from megatron_dmtd.platform import prepare_megatron
+    from megatron_dmtd.training.setup import build_model
+
+    platform = prepare_megatron()
+    init_parallel(config, platform)
+    model = build_model(config, platform)
+    state = model.state_dict()
+    assert {name for name, tensor in state.items() if tensor is not None} >= set(own)
+    model.load_state_dict({**state, **own})
+    return model.eval()
+
+
+@torch.no_grad()
+def megatron_logits(config: Config, own: dict[str, torch.Tensor], tokens_BN: torch.Tensor, documents: tuple[int, ...]) -> torch.Tensor:
+    """Logits [B, N, V] of rows that hold documents of these lengths."""
+    model = megatron_model(config, own)
+    positions = torch.cat([torch.arange(length) for length in documents]).expand_as(tokens_BN)
+    ids = torch.cat([torch.full((length,), index) for index, length in enumerate(documents)]).expand_as(tokens_BN)
+    return model(tokens_BN, positions, ids, one_document_per_row=len(documents) == 1)
+
+
+def _hugging_face_logits(config: Config, weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    from megatron_dmtd.hf import DMTDQwen3Config, DMTDQwen3ForCausalLM
+
+    model = DMTDQwen3ForCausalLM(DMTDQwen3Config(**to_hf_config(config.model, config.cycle)))
+    result = model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=False)
+    assert not result.unexpected_keys and set(result.missing_keys) <= {"lm_head.weight"}
+    with torch.no_grad():
+        return model.eval()(tokens).logits
+
+
+def _oracle_logits(config: Config, weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    if config.cycle.is_vanilla:
+        return vanilla_logits(weights, shape_of(config), tokens.tolist())
+    return teacher_forced_logits(
+        weights,
+        shape_of(config),
+        history=config.cycle.history,
+        block_attention=config.cycle.block_attention,
+        token_ids=tokens.tolist(),
+    )
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("model", [{}, {"tie_word_embeddings": False, "qk_norm": False}], ids=["qwen3-tied", "llama-untied"])
+@pytest.mark.parametrize("variant", [*VARIANTS, "vanilla"])
+def test_megatron_forward_equals_the_oracle_for_packed_documents(variant: str, model: dict[str, Any]) -> None:
+    config = tiny_config(variant, model=model)
+    weights = wide_weights(config)
+    tokens = _tokens(2, sum(DOCUMENTS))
+    found = run_ranks(1, megatron_logits, config, own_tensors(config, weights), tokens, DOCUMENTS)[0]
+    assert found.std() > 1, "logits that are all alike would agree with anything"
+    for row in range(2):
+        expected = [_oracle_logits(config, weights, document) for document in tokens[row].split(DOCUMENTS)]
+        torch.testing.assert_close(found[row].double(), torch.cat(expected), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_megatron_forward_equals_hugging_face_forward(variant: str) -> None:
+    config = tiny_config(variant)
+    weights = wide_weights(config)
+    tokens = _tokens(3, 32, seed=1)
+    found = run_ranks(1, megatron_logits, config, own_tensors(config, weights), tokens, (32,))[0]
+    torch.testing.assert_close(found, _hugging_face_logits(config, weights, tokens), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.multiprocess
+def test_variants_are_different_models() -> None:
+    tokens = _tokens(1, 32, seed=2)
+    logits = {}
+    for variant in (*VARIANTS, "vanilla"):
+        config = tiny_config(variant)
+        own = own_tensors(config, wide_weights(config))
+        logits[variant] = run_ranks(1, megatron_logits, config, own, tokens, (32,))[0]
+    names = list(logits)
+    for index, first in enumerate(names):
+        for second in names[index + 1 :]:
+            assert (logits[first] - logits[second]).abs().max() > 0.1, f"{first} and {second} give the same logits"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_later_token_or_another_document_changes_no_logit(variant: str) -> None:
+    config = tiny_config(variant)
+    own = own_tensors(config, wide_weights(config))
+    tokens = _tokens(1, sum(DOCUMENTS), seed=3)
+    changed_at = 9  # in the first document, not a cycle head
+    changed = tokens.clone()
+    changed[0, changed_at] = (changed[0, changed_at] + 1) % MASK
+    before, after = run_ranks(1, _two_forwards, config, own, tokens, changed)[0]
+    assert torch.equal(before[0, :changed_at], after[0, :changed_at])
+    assert torch.equal(before[0, DOCUMENTS[0] :], after[0, DOCUMENTS[0] :])
+    assert not torch.equal(before[0, changed_at : DOCUMENTS[0]], after[0, changed_at : DOCUMENTS[0]])
+
+
+def _two_forwards(config: Config, own: dict[str, torch.Tensor], first: torch.Tensor, second: torch.Tensor) -> Any:
+    model = megatron_model(config, own)
+    positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
+    ids = torch.cat([torch.full((length,), index) for index, length in enumerate(DOCUMENTS)])[None]
+    with torch.no_grad():
+        return model(first, positions, ids), model(second, positions, ids)
+
+
+def _against_gpt_model(config: Config, tokens: torch.Tensor) -> tuple[dict[str, torch.Size], dict[str, torch.Size], Any, Any]:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from megatron_dmtd.models.norm import RMSNorm
+    from megatron_dmtd.models.transformer_config import transformer_config
+
+    ours = megatron_model(config, own_tensors(config, wide_weights(config)))
+    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+    attention = spec.submodules.self_attention.submodules
+    attention.q_layernorm = attention.k_layernorm = RMSNorm
+    gpt = GPTModel(
+        transformer_config(config, on_cuda=False),
+        spec,
+        vocab_size=128,
+        max_sequence_length=128,
+        position_embedding_type="rope",
+        rotary_base=int(config.model.rope_theta),
+        share_embeddings_and_output_weights=True,
+    ).eval()
+    shapes = [{name: parameter.shape for name, parameter in model.named_parameters()} for model in (ours, gpt)]
+    gpt.load_state_dict(ours.state_dict())
+    positions = torch.arange(tokens.shape[1])[None].expand_as(tokens)
+    later = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)[None, None]
+    with torch.no_grad():
+        expected = gpt(tokens, positions, later)[..., : config.model.vocab_size]
+        found = ours(tokens, positions, torch.zeros_like(positions), one_document_per_row=True)
+    return shapes[0], shapes[1], found, expected
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("variant", [*VARIANTS, "vanilla"])
+def test_parameters_are_those_of_megatrons_gpt_model(variant: str) -> None:
+    ours, gpt, found, expected = run_ranks(1, _against_gpt_model, tiny_config(variant), _tokens(2, 32, seed=4))[0]
+    assert ours == gpt
+    if variant == "vanilla":
+        torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+    else:
+        assert (found - expected).abs().max() > 0.1
