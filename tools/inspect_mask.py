@@ -1,7 +1,8 @@
 """Print who sees whom in the parallel layers of a variant.
 
-First line: what the last shadow slot of the first document reads, cycle by cycle (1 a real token, 0 MASK). Then the whole grid,
-rows reading columns. Nothing is loaded or trained; a PNG of the grid is written only on request.
+First line: what the last shadow slot of the first document reads, cycle by cycle (1 a real token, 0 MASK). Then the whole grid of
+training, rows reading columns; or, with --decode-cycle, the one forward that begins that cycle in decoding. Nothing is loaded or
+trained; a PNG of the training grid is written only on request.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from pathlib import Path
 import jsonargparse
 
 from megatron_dmtd.config.sections import Variant
-from megatron_dmtd.cycle import history_picture, mask_picture, save_mask_png
+from megatron_dmtd.cycle import VANILLA, decoding_picture, history_picture, mask_picture, save_mask_png
 from megatron_dmtd.errors import ConfigError, DMTDError
 
 EXAMPLES = """examples:
   inspect_mask.py --variant causal-norefresh --documents 12
   inspect_mask.py --variant bidirectional-refresh --documents 8,5 --png mask.png
+  inspect_mask.py --variant causal-refresh --decode-cycle 2
 """
 
 
@@ -46,6 +48,12 @@ def _parser() -> jsonargparse.ArgumentParser:
         default="8,5",
         help="lengths of the documents packed into the row; each is completed to whole cycles",
     )
+    parser.add_argument(
+        "--decode-cycle",
+        type=int,
+        default=-1,
+        help="draw the forward that begins this cycle in decoding, from 0; -1 draws training",
+    )
     parser.add_argument("--png", type=str, default="", help="also draw the grid to this file (needs matplotlib)")
     return parser
 
@@ -57,17 +65,32 @@ class _RawHelp(jsonargparse.DefaultHelpFormatter):
         return "\n".join(indent + line for line in text.strip().splitlines())
 
 
-def run(args: jsonargparse.Namespace) -> None:
-    """Print the pictures that `args` asks for. Raises `ConfigError` before anything is printed or written."""
-    lengths = parse_document_lengths(args.documents)
+def check(args: jsonargparse.Namespace) -> None:
+    """Accept the arguments as they stand, or raise `ConfigError`."""
+    parse_document_lengths(args.documents)
     if args.cycle_length < 1:
         raise ConfigError(found=f"--cycle-length {args.cycle_length}", required="at least 1", remedy="the published models use 4")
-    png = Path(args.png) if args.png else None
-    if png is not None and not png.parent.is_dir():
-        raise ConfigError(found=f"--png {png}", required="a file in an existing folder", remedy=f"create {png.parent}")
+    if args.decode_cycle >= 0 and args.variant == VANILLA:
+        raise ConfigError(
+            found="--decode-cycle with vanilla", required="a variant with cycles", remedy="leave --decode-cycle out"
+        )
+    if args.decode_cycle >= 0 and args.png:
+        raise ConfigError(found="--decode-cycle with --png", required="one of them", remedy="the PNG shows the training grid")
+    folder = Path(args.png).parent
+    if not folder.is_dir():
+        raise ConfigError(found=f"--png {args.png}", required="a file in an existing folder", remedy=f"create {folder}")
+
+
+def run(args: jsonargparse.Namespace) -> None:
+    """Print the pictures that `args` asks for. Raises `ConfigError` before anything is printed or written."""
+    check(args)
     rule = {"variant": args.variant, "cycle_length": args.cycle_length}
-    if png is not None:
-        save_mask_png(png, lengths, **rule)
+    if args.decode_cycle >= 0:
+        print(decoding_picture(args.decode_cycle, **rule))
+        return
+    lengths = parse_document_lengths(args.documents)
+    if args.png:
+        save_mask_png(Path(args.png), lengths, **rule)
     print(history_picture(lengths[0], **rule))
     print()
     print(mask_picture(lengths, **rule))

@@ -13,7 +13,7 @@ from megatron_dmtd.cycle.geometry import (
     require_whole_cycles,
     shadow_slots,
 )
-from megatron_dmtd.cycle.picture import history_picture, mask_grid, mask_picture, save_mask_png
+from megatron_dmtd.cycle.picture import decoding_grid, decoding_picture, history_picture, mask_grid, mask_picture, save_mask_png
 from megatron_dmtd.cycle.rule import (
     VANILLA,
     VARIANTS,
@@ -31,6 +31,8 @@ __all__ = [
     "Slots",
     "complete_length",
     "cycle_id",
+    "decoding_grid",
+    "decoding_picture",
     "documents",
     "history_picture",
     "is_cycle_head",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_dmtd.cycle.geometry import Slots, join, padded_document_lengths, real_slots, shadow_slots
-from megatron_dmtd.cycle.rule import VANILLA, VARIANTS, is_cycle_head, visible
+from megatron_dmtd.cycle.rule import VANILLA, VARIANTS, cycle_id, is_cycle_head, visible
 from megatron_dmtd.errors import CapabilityError
 
 SEEN, UNSEEN = "#", "."
@@ -23,17 +23,19 @@ REAL_COLOUR, HEAD_COLOUR, MASK_COLOUR = (56, 117, 179), (217, 102, 13), (250, 18
 
 
 class MaskGrid(NamedTuple):
-    """All slots of a row against each other; real slots, if the variant has them, come first on both axes."""
+    """Query slots against key slots; real slots, if there are any, come first on both axes."""
 
-    slots: Slots
-    """The rows and the columns, NumPy arrays [N] or [2N]."""
+    queries: Slots
+    """The rows, NumPy arrays [Q]."""
+    keys: Slots
+    """The columns, NumPy arrays [K]."""
     sees: np.ndarray
-    """Whether row reads column, bool [N, N] or [2N, 2N]."""
+    """Whether row reads column, bool [Q, K]."""
     cycle_length: int
 
 
 def mask_grid(document_lengths: Sequence[int], *, variant: str, cycle_length: int) -> MaskGrid:
-    """Who sees whom in a row of documents, each completed to whole cycles. Vanilla models hold real slots only."""
+    """All slots of a row of documents, each completed to whole cycles, against each other. Vanilla: real slots only."""
     lengths = padded_document_lengths(document_lengths, cycle_length)
     history, block_attention = VARIANTS.get(variant, ("real", "causal"))
     if variant == VANILLA:
@@ -53,7 +55,22 @@ def mask_grid(document_lengths: Sequence[int], *, variant: str, cycle_length: in
         history=history,
         block_attention=block_attention,
     )
-    return MaskGrid(slots, sees, cycle_length)
+    return MaskGrid(slots, slots, sees, cycle_length)
+
+
+def decoding_grid(cycle: int, *, variant: str, cycle_length: int) -> MaskGrid:
+    """The forward of the parallel layers that begins `cycle` of a document in decoding (sections 7.3 and 8.2).
+
+    Rows are the slots it computes: the shadow block, after the real tokens of the cycle before it if the variant refreshes.
+    Columns are the cache and those slots. It is a piece of the training grid: that is why the two agree.
+    """
+    assert variant in VARIANTS and cycle >= 0, (variant, cycle)
+    full = mask_grid([(cycle + 1) * cycle_length], variant=variant, cycle_length=cycle_length)
+    slot_cycle, is_real = cycle_id(full.queries.position, cycle_length), full.queries.is_real
+    rows = np.where(is_real, slot_cycle == cycle - 1, slot_cycle == cycle)
+    columns = full.sees[rows].any(axis=0)
+    queries, keys = (Slots(*(part[chosen] for part in full.queries)) for chosen in (rows, columns))
+    return MaskGrid(queries, keys, full.sees[rows][:, columns], cycle_length)
 
 
 def holds_token(slots: Slots, cycle_length: int) -> np.ndarray:
@@ -67,57 +84,74 @@ def history_picture(length: int, *, variant: str, cycle_length: int) -> str:
     1 is a real token, 0 is MASK. In a vanilla model it is what the last token reads.
     """
     grid = mask_grid([length], variant=variant, cycle_length=cycle_length)
-    sees, token = grid.sees[-1], holds_token(grid.slots, cycle_length)
-    digits = ["1" if token[slot] else "0" for slot in np.argsort(grid.slots.position, kind="stable") if sees[slot]]
+    sees, token = grid.sees[-1], holds_token(grid.keys, cycle_length)
+    digits = ["1" if token[key] else "0" for key in np.argsort(grid.keys.position, kind="stable") if sees[key]]
     cycles = ["".join(digits[start : start + cycle_length]) for start in range(0, len(digits), cycle_length)]
     return " ".join(f"[{cycle}]" for cycle in cycles)
+
+
+def _starts_stream(slots: Slots, slot: int) -> bool:
+    """Whether a stream begins at `slot`, other than the first."""
+    return slot > 0 and slots.is_real[slot] != slots.is_real[slot - 1]
+
+
+def _starts_document(slots: Slots, slot: int) -> bool:
+    """Whether a document begins at `slot`, other than the first of a stream."""
+    return slot > 0 and slots.document[slot] != slots.document[slot - 1]
 
 
 def _grouped(grid: MaskGrid, cells: Sequence[str]) -> str:
     """One line of the picture: a space before each cycle, a bar before each stream."""
     line = []
-    for slot, cell in enumerate(cells):
-        if slot and grid.slots.is_real[slot] != grid.slots.is_real[slot - 1]:
+    for key, cell in enumerate(cells):
+        if _starts_stream(grid.keys, key):
             line.append("  |  ")
-        elif slot and is_cycle_head(grid.slots.position[slot], grid.cycle_length):
+        elif key and is_cycle_head(grid.keys.position[key], grid.cycle_length):
             line.append(" ")
         line.append(cell)
     return "".join(line)
 
 
-def _labels(grid: MaskGrid) -> list[str]:
-    """A name per slot: its stream, its document's index, then `x` for a token or `M` for MASK, with the position."""
-    tokens = holds_token(grid.slots, grid.cycle_length)
-    return [
-        f"{'real' if is_real else 'shadow':<7}{document:<4}{'x' if token else 'M'}{position}"
-        for (is_real, document, position), token in zip(zip(*grid.slots), tokens)
+def _names(slots: Slots, cycle_length: int) -> list[str]:
+    """`x` for a token or `M` for MASK, with the position."""
+    return [f"{'x' if token else 'M'}{place}" for token, place in zip(holds_token(slots, cycle_length), slots.position)]
+
+
+def grid_text(grid: MaskGrid) -> str:
+    """The grid as text, rows reading columns: `#` sees, `.` does not.
+
+    Columns are headed by stream, document (last digit), `x` for a token or `M` for MASK, and position (last digit). Rows have the
+    same names. Cycles are set apart by a space and an empty line, streams by a bar.
+    """
+    keys = grid.keys
+    heads = {
+        "reads stream": ["r" if is_real else "s" for is_real in keys.is_real],
+        "document": [str(document)[-1] for document in keys.document],
+        "x token, M MASK": [name[0] for name in _names(keys, grid.cycle_length)],
+        "position": [name[-1] for name in _names(keys, grid.cycle_length)],
+    }
+    labels = [
+        f"{'real' if is_real else 'shadow':<7}{document:<4}{name}"
+        for is_real, document, name in zip(grid.queries.is_real, grid.queries.document, _names(grid.queries, grid.cycle_length))
     ]
+    width = max(len(name) for name in [*labels, *heads])
+    lines = [f"{name:>{width}}  {_grouped(grid, cells)}" for name, cells in heads.items()]
+    for query, label in enumerate(labels):
+        if is_cycle_head(grid.queries.position[query], grid.cycle_length):
+            lines.append("")
+        cells = [SEEN if seen else UNSEEN for seen in grid.sees[query]]
+        lines.append(f"{label:<{width}}  {_grouped(grid, cells)}")
+    return "\n".join(lines)
 
 
 def mask_picture(document_lengths: Sequence[int], *, variant: str, cycle_length: int) -> str:
-    """The grid of who sees whom, rows reading columns: `#` sees, `.` does not.
+    """`grid_text` of a whole row of documents, as training sees it."""
+    return grid_text(mask_grid(document_lengths, variant=variant, cycle_length=cycle_length))
 
-    Columns are headed by stream, document (last digit), `x` for a token or `M` for MASK, and position (last digit). Cycles are
-    set apart by a space and an empty line, streams by a bar.
-    """
-    grid = mask_grid(document_lengths, variant=variant, cycle_length=cycle_length)
-    labels = _labels(grid)
-    margin = " " * 2
-    width = max(len(name) for name in [*labels, "x token, M MASK"])
-    tokens = holds_token(grid.slots, cycle_length)
-    heads = {
-        "reads stream": ["r" if is_real else "s" for is_real in grid.slots.is_real],
-        "document": [str(document)[-1] for document in grid.slots.document],
-        "x token, M MASK": ["x" if token else "M" for token in tokens],
-        "position": [str(position)[-1] for position in grid.slots.position],
-    }
-    lines = [f"{name:>{width}}{margin}{_grouped(grid, cells)}" for name, cells in heads.items()]
-    for slot, label in enumerate(labels):
-        if is_cycle_head(grid.slots.position[slot], cycle_length):
-            lines.append("")
-        cells = [SEEN if seen else UNSEEN for seen in grid.sees[slot]]
-        lines.append(f"{label:<{width}}{margin}{_grouped(grid, cells)}")
-    return "\n".join(lines)
+
+def decoding_picture(cycle: int, *, variant: str, cycle_length: int) -> str:
+    """`grid_text` of the forward that begins `cycle` in decoding."""
+    return grid_text(decoding_grid(cycle, variant=variant, cycle_length=cycle_length))
 
 
 def save_mask_png(path: Path, document_lengths: Sequence[int], *, variant: str, cycle_length: int) -> None:
@@ -131,38 +165,35 @@ def save_mask_png(path: Path, document_lengths: Sequence[int], *, variant: str, 
             remedy="pip install matplotlib, or leave out the PNG: the text picture shows the same grid",
         ) from error
     grid = mask_grid(document_lengths, variant=variant, cycle_length=cycle_length)
-    size = len(grid.sees)
+    slots, size = grid.keys, len(grid.sees)
     figure = Figure(figsize=(2.2 + 0.21 * size, 1.6 + 0.21 * size), dpi=100, layout="constrained")
     axes = figure.add_subplot()
     axes.imshow(_colours(grid), interpolation="nearest")
     axes.set_title(f"{variant}, cycles of {cycle_length}: rows read columns", fontsize=9)
-    names = [label.split()[-1] for label in _labels(grid)]
-    axes.set_xticks(range(size), names, rotation=90, fontsize=7)
-    axes.set_yticks(range(size), names, fontsize=7)
+    axes.set_xticks(range(size), _names(slots, cycle_length), rotation=90, fontsize=7)
+    axes.set_yticks(range(size), _names(slots, cycle_length), fontsize=7)
+    axes.set_xlabel(_axis_title(slots))
+    axes.set_ylabel(_axis_title(slots))
     for slot in range(size):
-        new_stream = slot > 0 and grid.slots.is_real[slot] != grid.slots.is_real[slot - 1]
-        new_document = slot > 0 and grid.slots.document[slot] != grid.slots.document[slot - 1]
-        if is_cycle_head(grid.slots.position[slot], cycle_length):
-            width = 1.6 if new_stream or new_document else 0.5
+        if is_cycle_head(slots.position[slot], cycle_length):
+            width = 1.6 if _starts_stream(slots, slot) or _starts_document(slots, slot) else 0.5
             axes.axhline(slot - 0.5, color="black", linewidth=width)
             axes.axvline(slot - 0.5, color="black", linewidth=width)
-    axes.set_xlabel(_axis_title(grid))
-    axes.set_ylabel(_axis_title(grid))
     # A half-written picture is never left under the name that was asked for.
     partial = path.with_name(f".{path.name}.partial")
     figure.savefig(partial, format="png", metadata={"Software": None})
     os.replace(partial, path)
 
 
-def _axis_title(grid: MaskGrid) -> str:
-    streams = [name for name, flag in (("real stream", True), ("shadow stream", False)) if flag in grid.slots.is_real]
+def _axis_title(slots: Slots) -> str:
+    streams = [name for name, flag in (("real stream", True), ("shadow stream", False)) if flag in slots.is_real]
     return ", then ".join(streams)
 
 
 def _colours(grid: MaskGrid) -> np.ndarray:
     """RGB image [rows, columns, 3], uint8: white unseen, blue a real key, orange a shadow head, light orange a MASK slot."""
     image = np.full((*grid.sees.shape, 3), 255, dtype=np.uint8)
-    key_is_real, key_is_token = grid.slots.is_real[None, :], holds_token(grid.slots, grid.cycle_length)[None, :]
+    key_is_real, key_is_token = grid.keys.is_real[None, :], holds_token(grid.keys, grid.cycle_length)[None, :]
     image[grid.sees & key_is_real] = REAL_COLOUR
     image[grid.sees & ~key_is_real & key_is_token] = HEAD_COLOUR
     image[grid.sees & ~key_is_real & ~key_is_token] = MASK_COLOUR

@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from megatron_dmtd.cycle import VARIANTS, history_picture, mask_grid, mask_picture, save_mask_png
+from megatron_dmtd.cycle import VARIANTS, decoding_grid, decoding_picture, history_picture, mask_grid, mask_picture, save_mask_png
 from megatron_dmtd.cycle.picture import HEAD_COLOUR, MASK_COLOUR, REAL_COLOUR
 from megatron_dmtd.errors import CapabilityError
 from tests.oracles.visibility import may_read, walk
@@ -45,8 +45,8 @@ def test_mask_grid_is_the_specification(variant, cycle_length):
 
 def test_mask_grid_completes_each_document():
     grid = mask_grid([5, 1], variant="vanilla", cycle_length=4)
-    assert grid.slots.document.tolist() == [0] * 8 + [1] * 4
-    assert grid.slots.is_real.all()
+    assert grid.keys.document.tolist() == [0] * 8 + [1] * 4
+    assert grid.queries.is_real.all()
     assert np.array_equal(grid.sees[:8, :8], np.tril(np.ones((8, 8), dtype=bool)))
     assert not grid.sees[8:, :8].any()
 
@@ -77,6 +77,47 @@ def test_mask_picture_literally():
         "shadow 1   x0    .. .. ..  |  .. .. ##",
         "shadow 1   M1    .. .. ..  |  .. .. ##",
     ]
+
+
+def test_the_merged_forward_of_a_refresh_variant_literally():
+    """Section 7.3: refresh queries are causal and see no shadow; shadow queries see the cache, the refresh and their block."""
+    assert decoding_picture(2, variant="bidirectional-refresh", cycle_length=4).splitlines() == [
+        "   reads stream  rrrr rrrr  |  ssss",
+        "       document  0000 0000  |  0000",
+        "x token, M MASK  xxxx xxxx  |  xMMM",
+        "       position  0123 4567  |  8901",
+        "",
+        "real   0   x4    #### #...  |  ....",
+        "real   0   x5    #### ##..  |  ....",
+        "real   0   x6    #### ###.  |  ....",
+        "real   0   x7    #### ####  |  ....",
+        "",
+        "shadow 0   x8    #### ####  |  ####",
+        "shadow 0   M9    #### ####  |  ####",
+        "shadow 0   M10   #### ####  |  ####",
+        "shadow 0   M11   #### ####  |  ####",
+    ]
+
+
+@pytest.mark.parametrize("cycle_length", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_forward_that_begins_a_cycle_computes_its_block_and_the_refresh_before_it(variant, cycle_length):
+    refreshes = variant.endswith("-refresh")
+    for cycle in range(4):
+        grid = decoding_grid(cycle, variant=variant, cycle_length=cycle_length)
+        real = walk("real", [(cycle + 1) * cycle_length], cycle_length)
+        shadow = walk("shadow", [(cycle + 1) * cycle_length], cycle_length)
+        queries = [slot for slot in real if refreshes and slot.cycle == cycle - 1] + [
+            slot for slot in shadow if slot.cycle == cycle
+        ]
+        assert len(queries) == cycle_length * (2 if refreshes and cycle > 0 else 1)
+        if refreshes:
+            keys = [slot for slot in real if slot.cycle < cycle] + [slot for slot in shadow if slot.cycle == cycle]
+        else:
+            keys = shadow
+        assert grid.queries.position.tolist() == [slot.position for slot in queries]
+        assert grid.keys.position.tolist() == [slot.position for slot in keys]
+        assert grid.sees.tolist() == [[may_read(query, key, variant) for key in keys] for query in queries]
 
 
 def test_mask_picture_of_causal_blocks_differs_inside_the_block_only():
