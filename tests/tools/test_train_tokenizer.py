@@ -1,0 +1,47 @@
+import pytest
+
+from megatron_dmtd.data.documents import is_heldout
+from megatron_dmtd.data.tokenizer import load_tokenizer
+from tools.train_tokenizer import main
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(60):
+        heldout = is_heldout(f"{i}.txt", 0.1)
+        (texts / f"{i}.txt").write_text("zebra" if heldout else "the cat sat on the mat")
+    (texts / "binary.txt").write_bytes(b"\xff")
+    return ["--input", str(texts), "--output", str(tmp_path / "tokenizer"), "--no-progress"]
+
+
+def test_the_command_saves_a_tokenizer_of_the_size_it_says(arguments, tmp_path, capsys):
+    assert main([*arguments, "--vocab-size", "262"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{tmp_path / 'tokenizer'}: 262 tokens" in printed
+    assert "1 documents that are not UTF-8 text left out" in printed
+    assert len(load_tokenizer(tmp_path / "tokenizer")) == 262
+
+
+def test_a_small_corpus_is_reported(arguments, capsys):
+    assert main([*arguments, "--vocab-size", "5000"]) == 0
+    assert "too few frequent pairs for 5000" in capsys.readouterr().out
+
+
+def test_heldout_documents_are_not_learnt_from(arguments, tmp_path):
+    assert main([*arguments, "--vocab-size", "5000"]) == 0
+    assert len(load_tokenizer(tmp_path / "tokenizer").tokenize("zebra")) == 1
+    assert main([*arguments, "--vocab-size", "5000", "--heldout-fraction", "0.1", "--overwrite"]) == 0
+    assert len(load_tokenizer(tmp_path / "tokenizer").tokenize("zebra")) == 5
+
+
+def test_pairs_need_the_frequency_asked_for(arguments, tmp_path):
+    assert main([*arguments, "--vocab-size", "5000", "--min-frequency", "1000"]) == 0
+    assert len(load_tokenizer(tmp_path / "tokenizer")) == 259
+
+
+def test_a_refusal_is_printed_and_gives_status_1(arguments, tmp_path, capsys):
+    assert main([*arguments, "--vocab-size", "100"]) == 1
+    assert "at least 259" in capsys.readouterr().err
+    assert not (tmp_path / "tokenizer").exists()
