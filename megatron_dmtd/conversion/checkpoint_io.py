@@ -1,37 +1,34 @@
 """Model weights of a training checkpoint, read and written in one process: no GPU, no process group, no Megatron.
 
-A run's folder holds one folder per step, `step_00000100/`, and `latest`, the name of the newest complete one. A step's folder
-holds a `torch_dist` checkpoint (PyTorch's distributed format with Megatron's `common.pt` and `metadata.json`, written last) and
-`config.yaml`, the whole configuration.
+A checkpoint (see `training/paths.py`) is a `torch_dist` directory: PyTorch's distributed format with Megatron's `common.pt` and
+`metadata.json`, written last; and beside it `config.yaml`, the whole configuration.
 
-In the file the tensors of all layers are one tensor, `decoder.layers.<name>` with the layers as first axis; here they are
+In the files the tensors of all layers are one tensor, `decoder.layers.<name>` with the layers as first axis; here they are
 apart, `decoder.layers.<i>.<name>`. Optimizer state and objects other than tensors are left alone. Tensors must fit in memory.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
-import shutil
-import uuid
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_dmtd.config import Config, from_yaml, to_yaml
+from megatron_dmtd.conversion.directories import built_aside
 from megatron_dmtd.conversion.rules import TensorSpec, check_own, spec_of
 from megatron_dmtd.errors import CheckpointError, ConfigError, ConversionError
+from megatron_dmtd.training.paths import CONFIG_FILE, METADATA_FILE
 
-CONFIG_FILE = "config.yaml"
-LATEST_FILE = "latest"
-_METADATA_FILE = "metadata.json"
 _METADATA = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -44,31 +41,8 @@ _LAYERS = "decoder.layers."
 _NOT_MODEL = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 
-def _absent(found: str) -> CheckpointError:
-    return CheckpointError(
-        found=found,
-        required=f"a run's folder (with `{LATEST_FILE}`), or the folder of one complete step (with `{_METADATA_FILE}`)",
-        remedy="check the path; a step without its metadata was not saved to the end: use an earlier one",
-    )
-
-
-def find_step_directory(path: str | Path) -> Path:
-    """The step's folder that `path` means: itself, or the newest complete one of a run. Raises `CheckpointError` without one."""
-    path = Path(path)
-    if not path.is_dir():
-        raise _absent(f"no folder {path}")
-    if (path / _METADATA_FILE).is_file():
-        return path
-    if not (path / LATEST_FILE).is_file():
-        raise _absent(f"neither {LATEST_FILE} nor {_METADATA_FILE} in {path}")
-    step = path / (path / LATEST_FILE).read_text().strip()
-    if not (step / _METADATA_FILE).is_file():
-        raise _absent(f"{path / LATEST_FILE} names {step.name}, which has no {_METADATA_FILE}")
-    return step
-
-
 def read_checkpoint_config(step_directory: str | Path) -> Config:
-    """The configuration saved with a step. Raises `CheckpointError` if it is absent or not of this version."""
+    """The configuration saved with a checkpoint. Raises `CheckpointError` if it is absent or not of this version."""
     path = Path(step_directory) / CONFIG_FILE
     try:
         return from_yaml(path)
@@ -145,8 +119,8 @@ def read_model_tensors(step_directory: str | Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _stack_layers(tensors: Mapping[str, torch.Tensor], *, num_layers: int) -> dict[str, torch.Tensor]:
-    stacked = {}
+def _stack_layers(tensors: Mapping[str, torch.Tensor], *, num_layers: int) -> dict[str, Any]:
+    stacked: dict[str, Any] = {}
     for name, tensor in tensors.items():
         if not name.startswith(_LAYERS):
             stacked[name] = tensor
@@ -171,37 +145,31 @@ def _check_stackable(tensors: Mapping[str, torch.Tensor], *, num_layers: int) ->
         )
 
 
-def refuse_existing(directory: Path) -> None:
-    """Raise `CheckpointError` if `directory` exists and is not an empty folder."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise CheckpointError(
-            found=f"{directory} exists and is not an empty folder",
-            required="a new or empty folder",
-            remedy="choose another, or remove it yourself",
-        )
+def _extra_states(num_layers: int) -> dict[str, list[None]]:
+    """The empty objects that Megatron stores beside each linear layer (room for FP8 scales) and asks for when it loads."""
+    states: dict[str, list[None]] = {"output_layer._extra_state/shard_0_1": [None]}
+    for name in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"):
+        for layer in range(num_layers):
+            states[f"{_LAYERS}{name}._extra_state/shard_{layer}_{num_layers}"] = [None]
+    return states
 
 
 def write_model_checkpoint(directory: str | Path, own_tensors: Mapping[str, torch.Tensor], config: Config) -> None:
-    """Write whole model tensors as one step's folder, from which training can start (`checkpoint.init_from`) but not resume.
+    """Write whole model tensors as a checkpoint from which training can start (`checkpoint.init_from`), but not resume.
 
-    The folder appears complete or not at all. Raises `ConversionError` if the tensors are not exactly those of `config.model`,
-    `CheckpointError` if the folder exists and is not empty.
+    The folder appears complete or not at all. Raises `ConversionError` if the tensors are not exactly those of `config.model`, or
+    if the folder exists and is not empty.
     """
     directory = Path(directory)
     num_layers = config.model.num_layers
     check_own(config.model, {name: spec_of(tensor) for name, tensor in own_tensors.items()})
     _check_stackable(own_tensors, num_layers=num_layers)
-    refuse_existing(directory)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.tmp")
-    try:
+    with built_aside(directory) as aside:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
-            stacked = _stack_layers(own_tensors, num_layers=num_layers)
-            dcp.save(stacked, storage_writer=dcp.FileSystemWriter(temporary), no_dist=True)
-        torch.save({}, temporary / "common.pt")
-        (temporary / CONFIG_FILE).write_text(to_yaml(config))
-        (temporary / _METADATA_FILE).write_text(json.dumps(_METADATA))
-        os.replace(temporary, directory)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            stored = _stack_layers(own_tensors, num_layers=num_layers) | _extra_states(num_layers)
+            planner = DefaultSavePlanner(flatten_state_dict=False)  # an object is one entry, as Megatron has it
+            dcp.save(stored, storage_writer=dcp.FileSystemWriter(aside), planner=planner, no_dist=True)
+        torch.save({}, aside / "common.pt")
+        (aside / CONFIG_FILE).write_text(to_yaml(config))
+        (aside / METADATA_FILE).write_text(json.dumps(_METADATA))

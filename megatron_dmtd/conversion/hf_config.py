@@ -15,7 +15,7 @@ from typing import Any, cast
 from megatron_dmtd.config import CycleConfig, ModelConfig
 from megatron_dmtd.config.sections import Variant
 from megatron_dmtd.config.validate import validate_cycle, validate_model
-from megatron_dmtd.cycle import VANILLA, VARIANTS
+from megatron_dmtd.cycle import VARIANTS
 from megatron_dmtd.errors import ConversionError
 
 
@@ -139,7 +139,7 @@ def from_hf_config(fields: Mapping[str, Any]) -> tuple[ModelConfig, CycleConfig]
     _refuse(_unsupported(fields), required="an ordinary Qwen3-like or Llama-like decoder")
     model = _model_config(fields, _MODEL_TYPES[model_type])
     validate_model(model)
-    cycle = _cycle_config(fields) if model_type == "dmtdqwen3" else CycleConfig(variant=cast(Variant, VANILLA))
+    cycle = _cycle_config(fields) if model_type == "dmtdqwen3" else CycleConfig(variant="vanilla")
     validate_cycle(cycle, model)
     return model, cycle
 

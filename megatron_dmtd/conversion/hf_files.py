@@ -1,16 +1,22 @@
-"""Reading the weights of a Hugging Face model directory: safetensors, one file or indexed shards. Knows no model."""
+"""The files of a Hugging Face model directory: safetensors, one file or indexed shards, and the tokenizer. Knows no model."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
 
+from megatron_dmtd.conversion.directories import built_aside
 from megatron_dmtd.conversion.rules import TensorSpec
 from megatron_dmtd.errors import ConversionError
+from megatron_dmtd.hf.export import TOKENIZER_FILES
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -96,3 +102,37 @@ def read_hf_tensors(directory: str | Path) -> dict[str, torch.Tensor]:
         with safe_open(path, framework="pt") as file:
             tensors |= {name: file.get_tensor(name) for name in names}
     return tensors
+
+
+def tokenizer_files(directory: str | Path) -> list[Path]:
+    """The tokenizer's files in a directory; none if it holds no tokenizer."""
+    return sorted({path for pattern in TOKENIZER_FILES for path in Path(directory).glob(pattern)})
+
+
+def _on_its_own(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in a storage of its own size: the shard planner keeps what shares a storage in one shard, however large."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def write_hf_directory(
+    directory: str | Path,
+    *,
+    fields: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    tokenizer_dir: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    shard_size: str = "5GB",
+) -> None:
+    """Write a model directory of an architecture that transformers itself knows: whole, or not at all.
+
+    `fields` become `config.json`; `dtype` None stores the tensors as they are. Raises `ConversionError` if the directory is used.
+    """
+    stored = {name: _on_its_own(tensor.detach().to(dtype or tensor.dtype)) for name, tensor in tensors.items()}
+    types = {str(tensor.dtype).removeprefix("torch.") for tensor in stored.values()}
+    with built_aside(Path(directory)) as aside:
+        save_torch_state_dict(stored, aside, max_shard_size=shard_size)
+        complete = dict(fields) | ({"torch_dtype": types.pop()} if len(types) == 1 else {})
+        (aside / "config.json").write_text(json.dumps(complete, indent=2) + "\n")
+        for path in tokenizer_files(tokenizer_dir) if tokenizer_dir else []:
+            shutil.copyfile(path, aside / path.name)

@@ -1,0 +1,189 @@
+"""Our reader and writer against Megatron's own, with the real model on two ranks."""
+
+import functools
+import json
+
+import pytest
+import torch
+
+from megatron_dmtd.config import Config
+from megatron_dmtd.conversion.checkpoint_io import (
+    read_checkpoint_config,
+    read_model_specs,
+    read_model_tensors,
+    write_model_checkpoint,
+)
+from megatron_dmtd.conversion.rules import rules, spec_of
+from megatron_dmtd.errors import CheckpointError, ConversionError
+from tests.support.ranks import run_ranks
+from tests.support.tiny import tiny_config, with_settings
+
+
+def own_tensors(config: Config, dtype=torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {rule.own_name: torch.randn(rule.own_shapes[0], generator=generator).to(dtype) for rule in rules(config.model)}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert sorted(found) == sorted(expected)
+    different = [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+    assert not different and all(found[name].dtype == tensor.dtype for name, tensor in expected.items())
+
+
+# --- on ranks ---------------------------------------------------------------------------------------------------------------
+
+
+def save_with_megatron(config: Config, directory: str) -> dict[str, torch.Tensor]:
+    """A checkpoint of fresh weights by the trainer; returns this rank's parameters by their global names."""
+    from megatron_dmtd.models.initialization import global_name
+    from megatron_dmtd.parallel.groups import init_parallel
+    from megatron_dmtd.platform import prepare_megatron
+    from megatron_dmtd.training.checkpoint import save_checkpoint
+    from megatron_dmtd.training.setup import build_run
+
+    platform = prepare_megatron()
+    init_parallel(config, platform)
+    run = build_run(config, platform)
+    run.optimizer.zero_grad()
+    run.optimizer.step()  # the optimizer's state, which the file also holds, begins with its first step
+    save_checkpoint(run, directory)
+    return {global_name(name, run.model): parameter.detach().clone() for name, parameter in run.model.named_parameters()}
+
+
+def load_with_megatron(config: Config, directory: str) -> dict[str, torch.Tensor]:
+    """The parameters of this rank after `checkpoint.init_from`."""
+    from megatron_dmtd.models.initialization import global_name
+    from megatron_dmtd.parallel.groups import init_parallel
+    from megatron_dmtd.platform import prepare_megatron
+    from megatron_dmtd.training.checkpoint import load_weights
+    from megatron_dmtd.training.setup import build_run
+
+    platform = prepare_megatron()
+    init_parallel(config, platform)
+    run = build_run(config, platform)
+    load_weights(run, directory)
+    return {global_name(name, run.model): parameter.detach().clone() for name, parameter in run.model.named_parameters()}
+
+
+def in_one_piece(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
+    """What tensor-parallel ranks hold, as a whole. Written apart from the library: each rank has its half of gate and of up."""
+    if name.endswith("linear_fc1.weight"):
+        halves = [part.chunk(2) for part in parts]
+        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return torch.cat(parts, dim=1)
+    return parts[0] if parts[0].dim() == 1 else torch.cat(parts)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("tied", "tensor", "pipeline"), [(True, 2, 1), (False, 1, 2)])
+def test_reads_what_the_trainer_saves(tmp_path, tied, tensor, pipeline):
+    layout = {"tensor": tensor, "pipeline": pipeline}
+    config = tiny_config("causal-refresh", model={"tie_word_embeddings": tied}, parallel=layout)
+    ranks = run_ranks(2, save_with_megatron, config, str(tmp_path / "run"))
+    found = read_model_tensors(tmp_path / "run" / "step_00000000")
+    expected_names = sorted(rule.own_name for rule in rules(config.model))
+    assert sorted(found) == expected_names
+    if tensor == 2:
+        expected = {name: in_one_piece(name, [rank[name] for rank in ranks]) for name in ranks[0]}
+    else:
+        expected = functools.reduce(lambda first, second: first | second, ranks)
+        expected = {name: expected[name] for name in expected_names}
+    assert_same(found, expected)
+    assert read_model_specs(tmp_path / "run" / "step_00000000") == {name: spec_of(part) for name, part in found.items()}
+    assert read_checkpoint_config(tmp_path / "run" / "step_00000000") == config
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("tied", "tensor", "pipeline"), [(True, 2, 1), (False, 1, 2)])
+def test_the_trainer_loads_what_we_write(tmp_path, tied, tensor, pipeline):
+    layout = {"tensor": tensor, "pipeline": pipeline}
+    config = tiny_config("causal-refresh", model={"tie_word_embeddings": tied}, parallel=layout)
+    expected = own_tensors(config)
+    write_model_checkpoint(tmp_path / "start", expected, config)
+    ranks = run_ranks(2, load_with_megatron, config, str(tmp_path / "start"))
+    if tensor == 2:
+        found = {name: in_one_piece(name, [rank[name] for rank in ranks]) for name in ranks[0]}
+    else:
+        assert ranks[0].keys() & ranks[1].keys() <= {"embedding.word_embeddings.weight"}
+        found = ranks[0] | ranks[1]
+    assert_same(found, expected)
+
+
+# --- in one process ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reads_what_it_writes(tmp_path, dtype):
+    config = tiny_config()
+    write_model_checkpoint(tmp_path / "a" / "b", own_tensors(config, dtype), config)
+    assert_same(read_model_tensors(tmp_path / "a" / "b"), own_tensors(config, dtype))
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
+
+
+def test_megatron_recognises_the_format(tmp_path):
+    from megatron_dmtd.platform import prepare_megatron
+
+    prepare_megatron()
+    from megatron.core.dist_checkpointing import check_is_distributed_checkpoint
+
+    config = tiny_config()
+    write_model_checkpoint(tmp_path / "start", own_tensors(config), config)
+    assert check_is_distributed_checkpoint(str(tmp_path / "start"))
+
+
+def test_tensors_that_are_not_the_model_are_not_written(tmp_path):
+    config = tiny_config()
+    tensors = own_tensors(config)
+    del tensors["decoder.layers.2.mlp.linear_fc2.weight"]
+    with pytest.raises(ConversionError, match=r"missing: decoder\.layers\.2\.mlp\.linear_fc2"):
+        write_model_checkpoint(tmp_path / "start", tensors, config)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_layers_of_two_types_are_refused(tmp_path):
+    config = tiny_config()
+    tensors = own_tensors(config)
+    tensors["decoder.layers.1.input_layernorm.weight"] = tensors["decoder.layers.1.input_layernorm.weight"].bfloat16()
+    with pytest.raises(ConversionError, match=r"input_layernorm\.weight mixes torch\.bfloat16 and"):
+        write_model_checkpoint(tmp_path / "start", tensors, config)
+
+
+def test_a_used_directory_is_refused(tmp_path):
+    (tmp_path / "mine").write_text("keep")
+    with pytest.raises(ConversionError, match="not an empty directory"):
+        write_model_checkpoint(tmp_path, own_tensors(tiny_config()), tiny_config())
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("damage", ["cut data", "lost data", "cut metadata", "lost metadata"])
+def test_a_damaged_checkpoint_is_refused(tmp_path, damage):
+    config = tiny_config()
+    write_model_checkpoint(tmp_path / "start", own_tensors(config), config)
+    victim = tmp_path / "start" / (".metadata" if "metadata" in damage else "__0_0.distcp")
+    if damage.startswith("lost"):
+        victim.unlink()
+    else:
+        victim.write_bytes(victim.read_bytes()[: victim.stat().st_size // 2])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_model_tensors(tmp_path / "start")
+
+
+def test_a_checkpoint_without_its_configuration_is_refused(tmp_path):
+    config = with_settings(tiny_config(), training={"steps": 7})
+    write_model_checkpoint(tmp_path / "start", own_tensors(config), config)
+    assert read_checkpoint_config(tmp_path / "start") == config
+    (tmp_path / "start" / "config.yaml").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.yaml"):
+        read_checkpoint_config(tmp_path / "start")
+
+
+def test_the_metadata_names_the_format(tmp_path):
+    config = tiny_config()
+    write_model_checkpoint(tmp_path / "start", own_tensors(config), config)
+    assert json.loads((tmp_path / "start" / "metadata.json").read_text()) == {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }

@@ -1,0 +1,196 @@
+"""Whole conversions: nothing lost on the way, and the same model on both sides."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from megatron_dmtd.config import CycleConfig
+from megatron_dmtd.conversion.checkpoint_io import read_checkpoint_config
+from megatron_dmtd.conversion.convert import export_hf, import_hf, inspect
+from megatron_dmtd.conversion.hf_files import read_hf_tensors
+from megatron_dmtd.cycle import VARIANTS
+from megatron_dmtd.errors import CheckpointError, ConfigError, ConversionError
+from megatron_dmtd.hf import DMTDQwen3Config, DMTDQwen3ForCausalLM
+from tests.support.ranks import run_ranks
+
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+}
+CYCLE = CycleConfig(variant="bidirectional-refresh", num_parallel_layers=2, mask_token_id=99)
+# Two rows of two documents; every document fills whole cycles.
+TOKENS_BN = torch.randint(0, 99, (2, 16), generator=torch.Generator().manual_seed(0))
+POSITIONS_BN = torch.tensor([[*range(8), *range(8)], [*range(4), *range(12)]])
+DOCUMENTS_BN = torch.tensor([[0] * 8 + [1] * 8, [0] * 4 + [1] * 12])
+
+
+def save_dmtd(directory, variant: str, **changes) -> DMTDQwen3ForCausalLM:
+    torch.manual_seed(5)
+    history, block_attention = VARIANTS[variant]
+    cycles = {"mtp_horizon": 4, "num_parallel_layers": 2, "num_sequential_layers": 2, "mask_token_id": 99}
+    modes = {"dmtd_history_mode": history, "dmtd_block_attention": block_attention}
+    model = DMTDQwen3ForCausalLM(DMTDQwen3Config(**SIZES | cycles | modes | changes)).eval()
+    with torch.no_grad():  # norms of one would hide a norm that is mapped to another
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(directory)
+    return model
+
+
+def save_plain(directory, *, qk_norm: bool, tied: bool):
+    torch.manual_seed(6)
+    config, kind = (Qwen3Config, Qwen3ForCausalLM) if qk_norm else (LlamaConfig, LlamaForCausalLM)
+    model = kind(config(**SIZES, tie_word_embeddings=tied)).eval()
+    model.save_pretrained(directory)
+    return model
+
+
+def assert_same_tensors(first, second) -> None:
+    tensors, others = read_hf_tensors(first), read_hf_tensors(second)
+    assert sorted(tensors) == sorted(others)
+    assert all(torch.equal(others[name], tensor) and others[name].dtype == tensor.dtype for name, tensor in tensors.items())
+
+
+def megatron_logits(checkpoint: str, tokens_BN: torch.Tensor) -> torch.Tensor:
+    """Logits of the model that the trainer builds and fills from a checkpoint. Runs on a rank."""
+    from megatron_dmtd.parallel.groups import init_parallel
+    from megatron_dmtd.platform import prepare_megatron
+    from megatron_dmtd.training.checkpoint import load_weights
+    from megatron_dmtd.training.setup import build_run
+
+    platform = prepare_megatron()
+    config = read_checkpoint_config(checkpoint)
+    config = replace(config, data=replace(config.data, seq_length=16, pad_token_id=0))
+    init_parallel(config, platform)
+    run = build_run(config, platform)
+    load_weights(run, checkpoint)
+    with torch.no_grad():
+        return run.model(tokens_BN, POSITIONS_BN, DOCUMENTS_BN)
+
+
+@pytest.mark.parametrize("variant", sorted(VARIANTS))
+def test_an_imported_model_computes_what_the_hugging_face_model_computes(tmp_path, variant):
+    """Level: fp32 tolerance. The two add up attention and projections in another order."""
+    theirs = save_dmtd(tmp_path / "hf", variant, tie_word_embeddings=variant.startswith("causal"))
+    import_hf(tmp_path / "hf", tmp_path / "start")
+    (logits_BNV,) = run_ranks(1, megatron_logits, str(tmp_path / "start"), TOKENS_BN)
+    with torch.no_grad():
+        expected_BNV = theirs(input_ids=TOKENS_BN, position_ids=POSITIONS_BN, use_cache=False).logits
+    assert expected_BNV.std() > 0.5
+    torch.testing.assert_close(logits_BNV, expected_BNV, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_an_imported_plain_decoder_computes_what_transformers_computes(tmp_path, qk_norm):
+    theirs = save_plain(tmp_path / "hf", qk_norm=qk_norm, tied=qk_norm)
+    import_hf(tmp_path / "hf", tmp_path / "start")
+    (logits_BNV,) = run_ranks(1, megatron_logits, str(tmp_path / "start"), TOKENS_BN)
+    with torch.no_grad():
+        documents = [theirs(TOKENS_BN[row : row + 1, part]).logits for row, part in ((0, slice(0, 8)), (1, slice(4, 16)))]
+    torch.testing.assert_close(logits_BNV[:1, :8], documents[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits_BNV[1:, 4:], documents[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("variant", ["causal-norefresh", "bidirectional-refresh"])
+def test_a_dmtd_directory_comes_back_byte_for_byte(tmp_path, variant, tied):
+    save_dmtd(tmp_path / "hf", variant, tie_word_embeddings=tied)
+    first = import_hf(tmp_path / "hf", tmp_path / "start")
+    second = export_hf(tmp_path / "start", tmp_path / "out")
+    assert_same_tensors(tmp_path / "hf", tmp_path / "out")
+    assert (second.model, second.cycle) == (first.model, first.cycle) == (inspect(tmp_path / "hf").model, first.cycle)
+    assert second.cycle.variant == variant
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert isinstance(reloaded, DMTDQwen3ForCausalLM)
+
+
+@pytest.mark.parametrize("qk_norm", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_plain_directory_comes_back_byte_for_byte(tmp_path, qk_norm, tied):
+    theirs = save_plain(tmp_path / "hf", qk_norm=qk_norm, tied=tied)
+    assert import_hf(tmp_path / "hf", tmp_path / "start").cycle.is_vanilla
+    export_hf(tmp_path / "start", tmp_path / "out")
+    assert_same_tensors(tmp_path / "hf", tmp_path / "out")
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(reloaded) is type(theirs)
+    with torch.no_grad():
+        assert torch.equal(reloaded(TOKENS_BN).logits, theirs(TOKENS_BN).logits)
+
+
+def test_a_plain_decoder_may_learn_cycles_and_go_back_to_vanilla(tmp_path):
+    save_plain(tmp_path / "hf", qk_norm=True, tied=True)
+    assert import_hf(tmp_path / "hf", tmp_path / "start", cycle=CYCLE).cycle == CYCLE
+    assert export_hf(tmp_path / "start", tmp_path / "dmtd").cycle == CYCLE
+    assert export_hf(tmp_path / "start", tmp_path / "vanilla", as_vanilla=True).cycle.is_vanilla
+    assert json.loads((tmp_path / "vanilla/config.json").read_text())["model_type"] == "qwen3"
+    for name in ("dmtd", "vanilla"):
+        assert_same_tensors(tmp_path / "hf", tmp_path / name)
+
+
+@pytest.mark.parametrize("as_vanilla", [True, False])
+def test_an_export_may_be_cast(tmp_path, as_vanilla):
+    save_dmtd(tmp_path / "hf", "causal-refresh")
+    import_hf(tmp_path / "hf", tmp_path / "start")
+    export_hf(tmp_path / "start", tmp_path / "out", dtype=torch.bfloat16, as_vanilla=as_vanilla)
+    cast, full = read_hf_tensors(tmp_path / "out"), read_hf_tensors(tmp_path / "hf")
+    assert all(torch.equal(cast[name], tensor.bfloat16()) for name, tensor in full.items())
+
+
+@pytest.mark.parametrize("as_vanilla", [True, False])
+def test_the_tokenizer_travels(tmp_path, as_vanilla):
+    save_dmtd(tmp_path / "hf", "causal-refresh")
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    import_hf(tmp_path / "hf", tmp_path / "start")
+    assert read_checkpoint_config(tmp_path / "start").data.tokenizer == str(tmp_path / "hf")
+    export_hf(tmp_path / "start", tmp_path / "out", as_vanilla=as_vanilla)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
+def test_a_tokenizer_that_is_gone_is_refused(tmp_path):
+    save_dmtd(tmp_path / "hf", "causal-refresh")
+    import_hf(tmp_path / "hf", tmp_path / "start")
+    with pytest.raises(ConversionError, match="no tokenizer in"):
+        export_hf(tmp_path / "start", tmp_path / "out", tokenizer_dir=tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_cycles_of_a_dmtd_directory_cannot_be_replaced(tmp_path):
+    save_dmtd(tmp_path / "hf", "causal-refresh")
+    with pytest.raises(ConversionError, match="cycles of its own"):
+        import_hf(tmp_path / "hf", tmp_path / "start", cycle=CYCLE)
+
+
+def test_cycles_that_do_not_fit_are_refused(tmp_path):
+    save_plain(tmp_path / "hf", qk_norm=True, tied=True)
+    with pytest.raises(ConfigError, match="4 parallel layers of 4"):
+        import_hf(tmp_path / "hf", tmp_path / "start", cycle=CycleConfig(num_parallel_layers=4, mask_token_id=99))
+    assert not (tmp_path / "start").exists()
+
+
+def test_used_targets_are_refused_before_anything_is_read(tmp_path):
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "mine").write_text("keep")
+    for convert in (import_hf, export_hf):
+        with pytest.raises(ConversionError, match="not an empty directory"):
+            convert(tmp_path / "no such source", tmp_path / "used")
+
+
+def test_what_is_no_model_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="neither"):
+        inspect(tmp_path)
+    save_plain(tmp_path / "hf", qk_norm=True, tied=True)
+    fields = json.loads((tmp_path / "hf/config.json").read_text())
+    (tmp_path / "hf/config.json").write_text(json.dumps(fields | {"num_hidden_layers": 3}))
+    with pytest.raises(ConversionError, match=r"unknown: model\.layers\.3\."):
+        inspect(tmp_path / "hf")
