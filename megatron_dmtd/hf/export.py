@@ -23,7 +23,7 @@ from megatron_dmtd.hf.modeling_dmtd_qwen3 import DMTDQwen3ForCausalLM
 
 SHARD_BYTES = 5 * 10**9
 #: The code that travels. The rule of cycles comes from `cycle/rule.py`, verbatim, under the name that the others import.
-CODE_FILES = ("configuration_dmtd_qwen3.py", "dmtd_slots.py", "dmtd_cache.py", "modeling_dmtd_qwen3.py")
+CODE_FILES = ("configuration_dmtd_qwen3.py", "dmtd_slots.py", "dmtd_cache.py", "dmtd_layers.py", "modeling_dmtd_qwen3.py")
 AUTO_MAP = {
     "AutoConfig": "configuration_dmtd_qwen3.DMTDQwen3Config",
     "AutoModel": "modeling_dmtd_qwen3.DMTDQwen3Model",

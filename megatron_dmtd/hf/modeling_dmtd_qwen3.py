@@ -5,34 +5,29 @@ exported siblings, and knows nothing of Megatron. Weight names are exactly those
 
 Source: specification, sections 1 to 5 (`DMTDQwen3Model._prompt`, any number of tokens at once) and 6 to 10 (`_step`, one token).
 
-Shape legend: B rows, n columns of the caller's ids, N slots of the cycle-complete layout, R rows at a cycle head, C cycle length,
-T slots, Q query slots, K key slots, H query heads, G key/value heads, E head size, X hidden size, V vocabulary.
+Shape legend: B rows, n columns of the caller's ids, M tokens among them, N slots of the cycle-complete layout, R rows at a cycle
+head, C cycle length, T slots, E head size, X hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
-from transformers.activations import ACT2FN
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import PreTrainedModel
 
 from .configuration_dmtd_qwen3 import DMTDQwen3Config, refusal
 from .dmtd_cache import DMTDCache
 from .dmtd_cycles import cycle_id, is_cycle_head, phase, shadow_ids
+from .dmtd_layers import DMTDQwen3DecoderLayer, DMTDQwen3RMSNorm, KeyValueExchange, Pass, RotaryAngles
 from .dmtd_slots import NOWHERE, Columns, CompleteLayout, Slots, Visibility, complete_layout, read_columns
 
 #: Output field of the cache: transformers renamed `past_key_values` to `cache` in 5.x.
 CACHE_FIELD = "cache" if "cache" in {field.name for field in dataclasses.fields(CausalLMOutputWithPast)} else "past_key_values"
-#: Rotary embeddings whose frequencies do not depend on the length of the text.
-ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 #: Arguments that transformers' loops pass along and that change nothing here.
 IGNORED_ARGUMENTS = {"cache_position", "return_dict", "output_attentions", "output_hidden_states", "num_items_in_batch"}
 #: `generate` options that need a cache that can go backwards, hold a fixed size, or take a prompt in pieces.
@@ -43,161 +38,6 @@ REFUSED_GENERATION = (
     "prefill_chunk_size",
     "inputs_embeds",
 )
-
-#: (layer index, K [B, T, G, E], V of the slots at hand) -> (K, V) [B, K, G, E] of every slot that attention may read
-KeyValueExchange = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pass:
-    """What the layers of one pass share: rotary angles of its slots, who sees whom, and where K and V go."""
-
-    cos_BTE: torch.Tensor
-    sin_BTE: torch.Tensor
-    visibility: Visibility
-    exchange: KeyValueExchange
-
-
-class DMTDQwen3RMSNorm(nn.Module):
-    """RMSNorm, computed in fp32 or in the weights' type if that is wider."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
-
-
-class DMTDQwen3MLP(nn.Module):
-    """Gated feed-forward layer."""
-
-    def __init__(self, config: DMTDQwen3Config) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.act_fn = ACT2FN[config.hidden_act]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-def rotate(x_BTHE: torch.Tensor, cos_BTE: torch.Tensor, sin_BTE: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding; dimension i pairs with i + E/2."""
-    first, second = x_BTHE.chunk(2, dim=-1)
-    return x_BTHE * cos_BTE[:, :, None] + torch.cat([-second, first], dim=-1) * sin_BTE[:, :, None]
-
-
-def attend(
-    q_BQHE: torch.Tensor, k_BKGE: torch.Tensor, v_BKGE: torch.Tensor, visibility: Visibility, *, first_query: int
-) -> torch.Tensor:
-    """Attention of the pass's queries from `first_query` on, over the keys that they may see.
-
-    The query heads that share a key head are laid along the sequence, so that no key is copied.
-    """
-    batch, _, heads, size = q_BQHE.shape
-    groups = k_BKGE.shape[2]
-    k_BGKE, v_BGKE = k_BKGE.transpose(1, 2), v_BKGE.transpose(1, 2)
-    outputs = []
-    for start, stop, mask_bQK in visibility.blocks(first_query):
-        block = q_BQHE[:, start - first_query : stop - first_query].unflatten(2, (groups, heads // groups))
-        folded = block.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, G, H/G * Q, E]
-        mask = mask_bQK.repeat(1, heads // groups, 1)[:, None]
-        out = functional.scaled_dot_product_attention(folded, k_BGKE, v_BGKE, attn_mask=mask)
-        outputs.append(out.unflatten(2, (heads // groups, stop - start)).permute(0, 3, 1, 2, 4))
-    return torch.cat(outputs, dim=1).reshape(batch, -1, heads, size)
-
-
-class DMTDQwen3Attention(nn.Module):
-    """Grouped-query attention whose mask and key store come with the pass."""
-
-    def __init__(self, config: DMTDQwen3Config, layer: int) -> None:
-        super().__init__()
-        self.layer, self.head_dim = layer, config.head_dim
-        assert config.num_key_value_heads is not None  # Qwen3Config fills it in
-        query_size, key_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        bias = config.attention_bias
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=bias)
-        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=bias)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=bias)
-        self.has_qk_norm = config.qk_norm
-        if config.qk_norm:
-            self.q_norm = DMTDQwen3RMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = DMTDQwen3RMSNorm(config.head_dim, config.rms_norm_eps)
-
-    def forward(self, x_BTX: torch.Tensor, run: Pass, *, num_key_only: int) -> torch.Tensor:
-        q_BQHE = self.q_proj(x_BTX[:, num_key_only:]).unflatten(-1, (-1, self.head_dim))
-        k_BTGE = self.k_proj(x_BTX).unflatten(-1, (-1, self.head_dim))
-        v_BTGE = self.v_proj(x_BTX).unflatten(-1, (-1, self.head_dim))
-        if self.has_qk_norm:
-            q_BQHE, k_BTGE = self.q_norm(q_BQHE), self.k_norm(k_BTGE)
-        q_BQHE = rotate(q_BQHE, run.cos_BTE[:, num_key_only:], run.sin_BTE[:, num_key_only:])
-        k_BTGE = rotate(k_BTGE, run.cos_BTE, run.sin_BTE)
-        k_BKGE, v_BKGE = run.exchange(self.layer, k_BTGE, v_BTGE)
-        out_BQHE = attend(q_BQHE, k_BKGE, v_BKGE, run.visibility, first_query=num_key_only)
-        return self.o_proj(out_BQHE.flatten(2))
-
-
-class DMTDQwen3DecoderLayer(nn.Module):
-    """One transformer layer."""
-
-    def __init__(self, config: DMTDQwen3Config, layer: int) -> None:
-        super().__init__()
-        self.self_attn = DMTDQwen3Attention(config, layer)
-        self.mlp = DMTDQwen3MLP(config)
-        self.input_layernorm = DMTDQwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = DMTDQwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(self, hidden_BTX: torch.Tensor, run: Pass, *, num_key_only: int = 0) -> torch.Tensor:
-        """The first `num_key_only` slots give K and V only; the others' hidden states are returned."""
-        attended_BQX = self.self_attn(self.input_layernorm(hidden_BTX), run, num_key_only=num_key_only)
-        hidden_BQX = hidden_BTX[:, num_key_only:] + attended_BQX
-        return hidden_BQX + self.mlp(self.post_attention_layernorm(hidden_BQX))
-
-
-class RotaryAngles:
-    """Cosines and sines of positions. Not a module: its frequencies follow from the configuration and are never loaded."""
-
-    def __init__(self, config: DMTDQwen3Config) -> None:
-        rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
-        self.config = config
-        self.rope_type = str(rope.get("rope_type", rope.get("type", "default")))
-        self.theta = float(rope["rope_theta"] if "rope_theta" in rope else config.rope_theta)  # noqa: SIM401 - 5.x lacks the latter
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise refusal(
-                found=f"partial_rotary_factor={rope['partial_rotary_factor']}",
-                required="1.0: whole heads are rotated",
-                remedy="leave it out",
-            )
-        if self.rope_type not in ROPE_TYPES:
-            raise refusal(
-                found=f"rope_type={self.rope_type!r}",
-                required=f"one of {ROPE_TYPES}: others change with the length of the text, and cached keys do not",
-                remedy="choose another rope_type",
-            )
-        self._inverse: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, float]] = {}
-
-    def _frequencies(self, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
-        key = (device, dtype)
-        if key not in self._inverse:
-            if self.rope_type == "default":
-                exponent_F = torch.arange(0, self.config.head_dim, 2, dtype=torch.int64).to(dtype) / self.config.head_dim
-                self._inverse[key] = (1.0 / (self.theta**exponent_F)).to(device), 1.0
-            else:
-                inverse_F, scale = ROPE_INIT_FUNCTIONS[self.rope_type](self.config, torch.device("cpu"))
-                self._inverse[key] = inverse_F.to(device=device, dtype=dtype), scale
-        return self._inverse[key]
-
-    def __call__(self, position_BT: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(cos, sin)`, each `[B, T, E]`, computed in fp32 or wider and given in `dtype`."""
-        wide = torch.promote_types(dtype, torch.float32)
-        inverse_F, scale = self._frequencies(position_BT.device, wide)
-        angle_BTE = (position_BT[:, :, None].to(wide) * inverse_F).repeat(1, 1, 2)
-        return (angle_BTE.cos() * scale).to(dtype), (angle_BTE.sin() * scale).to(dtype)
 
 
 class DMTDQwen3PreTrainedModel(PreTrainedModel):
@@ -466,13 +306,13 @@ class DMTDQwen3ForCausalLM(DMTDQwen3PreTrainedModel, GenerationMixin):
         result = CausalLMOutputWithPast(loss=loss, logits=logits_BnV, **{CACHE_FIELD: getattr(output, CACHE_FIELD)})
         return result if kwargs.get("return_dict") is not False else result.to_tuple()
 
-    def generate(self, *args, **kwargs):
+    def generate(self, inputs=None, generation_config=None, *args, **kwargs):
         """Transformers' `generate`, in cycles; greedy, sampling and beam search, with every processor and stopping rule.
 
         Raises:
             ValueError: An option that would need a cache that goes backwards, has a fixed size, or takes a prompt in pieces.
         """
-        config = kwargs.get("generation_config") or self.generation_config
+        config = generation_config or self.generation_config
         for name in REFUSED_GENERATION:
             value = kwargs[name] if name in kwargs else getattr(config, name, None)
             if value is not None:
@@ -481,7 +321,7 @@ class DMTDQwen3ForCausalLM(DMTDQwen3PreTrainedModel, GenerationMixin):
                     required="whole prompts of token ids, then one token after the other, with this model's own cache",
                     remedy=f"leave out {name}",
                 )
-        return super().generate(*args, **kwargs)
+        return super().generate(inputs, generation_config, *args, **kwargs)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

@@ -2,7 +2,7 @@ import pytest
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from megatron_dmtd.hf import DMTDQwen3Config, DMTDQwen3ForCausalLM, DMTDQwen3Model
-from megatron_dmtd.hf.modeling_dmtd_qwen3 import RotaryAngles
+from megatron_dmtd.hf.dmtd_layers import RotaryAngles
 from tests.hf.tiny import tiny_config
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import GenerationConfig
+from transformers import AutoModel, GenerationConfig
 
 from megatron_dmtd.cycle import rule
 from megatron_dmtd.errors import ConversionError
-from megatron_dmtd.hf import DMTDQwen3ForCausalLM
-from megatron_dmtd.hf.export import expected_shapes, save_export
+from megatron_dmtd.hf import DMTDQwen3ForCausalLM, DMTDQwen3Model
+from megatron_dmtd.hf.export import CODE_FILES, expected_shapes, save_export
 from tests.hf.tiny import each_variant, random_ids, tiny_config, tiny_model
 
 LOAD_ELSEWHERE = """
@@ -45,7 +45,7 @@ def test_an_export_loads_in_an_interpreter_without_this_project(tmp_path):
     logits, tokens = torch.load(tmp_path / "out.pt")
     assert torch.equal(logits, model(ids).logits) and logits.std() > 1
     assert torch.equal(tokens, model.generate(ids, max_new_tokens=7, do_sample=False))
-    assert {"dmtd_cycles.py", "dmtd_cache.py", "dmtd_slots.py", "modeling_dmtd_qwen3.py"} <= set(os.listdir(tmp_path / "again"))
+    assert {*CODE_FILES, "dmtd_cycles.py"} <= set(os.listdir(tmp_path / "again"))
 
 
 @each_variant
@@ -61,6 +61,14 @@ def test_exported_weights_and_fields_come_back_bitwise(tmp_path, variant, tied):
     for field in ("dmtd_history_mode", "dmtd_block_attention", "mtp_horizon", "mask_token_id", "rope_parameters", "qk_norm"):
         assert getattr(loaded.config, field) == getattr(model.config, field)
     assert GenerationConfig.from_pretrained(tmp_path / "export").eos_token_id == 5
+
+
+def test_the_decoder_without_its_head_loads_too(tmp_path):
+    model, ids = tiny_model("causal-refresh", dtype=torch.float32), random_ids(1, 6)
+    save_export(tmp_path / "export", config=model.config, tensors=model.state_dict())
+    decoder = AutoModel.from_pretrained(tmp_path / "export")
+    assert type(decoder) is DMTDQwen3Model
+    assert torch.equal(model.lm_head(decoder(ids).last_hidden_state), model(ids).logits)
 
 
 def test_the_configuration_file_serves_both_generations_of_transformers(tmp_path):

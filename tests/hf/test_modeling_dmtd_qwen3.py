@@ -2,11 +2,10 @@ import itertools
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import DynamicCache
 
 from megatron_dmtd.hf import DMTDQwen3ForCausalLM
-from megatron_dmtd.hf.modeling_dmtd_qwen3 import RotaryAngles
-from tests.hf.tiny import NAMES, decoded_logits, each_variant, random_ids, tiny_config, tiny_model
+from tests.hf.tiny import NAMES, decoded_logits, each_variant, random_ids, tiny_model, vanilla_decoder
 
 CYCLE = 4
 
@@ -149,19 +148,6 @@ def test_with_cycles_of_one_token_both_halves_are_the_layers_of_transformers(var
     torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=2e-4)
 
 
-def vanilla_decoder(model: DMTDQwen3ForCausalLM):
-    """The same weights in transformers' own Qwen3, or Llama without q and k norms."""
-    fields = {**model.config.to_dict(), "attn_implementation": "eager"}
-    for name in ("model_type", "architectures", "transformers_version", "dtype"):
-        fields.pop(name, None)
-    if model.config.qk_norm:
-        vanilla = Qwen3ForCausalLM(Qwen3Config(**fields))
-    else:
-        vanilla = LlamaForCausalLM(LlamaConfig(**fields))
-    vanilla.load_state_dict(model.state_dict())
-    return vanilla.to(model.dtype).eval()
-
-
 def test_weight_names_are_exactly_those_of_qwen3():
     model = tiny_model("causal-refresh", dtype=torch.float32)
     assert set(vanilla_decoder(model).state_dict()) == set(model.state_dict())
@@ -295,29 +281,6 @@ def test_bfloat16_is_near_float32():
     assert narrow.dtype == torch.bfloat16
     similarity = torch.nn.functional.cosine_similarity(wide, narrow.float(), dim=-1)
     assert similarity.min() > 0.98
-
-
-def test_scaled_rotary_frequencies_are_those_of_transformers():
-    rope = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128}
-    model = tiny_model("causal-refresh", dtype=torch.float32, rope_parameters=rope)
-    position = torch.arange(100)[None]
-    cos, sin = RotaryAngles(model.config)(position, torch.float32)
-    expected_cos, expected_sin = vanilla_decoder(model).model.rotary_emb(torch.zeros(1), position)
-    assert torch.equal(cos, expected_cos) and torch.equal(sin, expected_sin)
-    plain, _ = RotaryAngles(tiny_config("causal-refresh"))(position, torch.float32)
-    assert not torch.allclose(plain, cos)
-
-
-@pytest.mark.parametrize(
-    ("rope", "found"),
-    [
-        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "rope_type='dynamic'"),
-        ({"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    ],
-)
-def test_rotary_embeddings_that_cached_keys_cannot_follow_are_refused(rope, found):
-    with pytest.raises(ValueError, match=found):
-        tiny_model("causal-refresh", rope_parameters=rope)
 
 
 IDS = random_ids(1, 5)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_dmtd.cycle import VARIANTS
 from megatron_dmtd.hf import DMTDQwen3Config, DMTDQwen3ForCausalLM
@@ -60,3 +61,16 @@ def decoded_logits(model: DMTDQwen3ForCausalLM, ids_Bn: torch.Tensor, prompt_len
         output = model(ids_Bn[:, column : column + 1], cache=output.cache)
         logits.append(output.logits)
     return torch.cat(logits, dim=1)
+
+
+def vanilla_decoder(model: DMTDQwen3ForCausalLM):
+    """The same weights in transformers' own Qwen3, or Llama without q and k norms."""
+    fields = {**model.config.to_dict(), "attn_implementation": "eager"}
+    for name in ("model_type", "architectures", "transformers_version", "dtype"):
+        fields.pop(name, None)
+    if model.config.qk_norm:
+        vanilla = Qwen3ForCausalLM(Qwen3Config(**fields))
+    else:
+        vanilla = LlamaForCausalLM(LlamaConfig(**fields))
+    vanilla.load_state_dict(model.state_dict())
+    return vanilla.to(model.dtype).eval()
