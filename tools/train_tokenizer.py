@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_dmtd.data.documents import in_split, open_source
+from megatron_dmtd.data.documents import check_fraction, in_split, open_source
 from megatron_dmtd.data.tokenizer import train_bpe
 from megatron_dmtd.errors import DMTDError
 
@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     parsed = make_parser().parse_args(arguments)
     try:
+        check_fraction(parsed.heldout_fraction)
         source = open_source(parsed.input, patterns=parsed.pattern, text_key=parsed.text_key)
         size = train_bpe(
             (document.text for document in source if in_split(document.name, "train", parsed.heldout_fraction)),

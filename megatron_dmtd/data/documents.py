@@ -186,6 +186,16 @@ def _open_one(name: str, *, patterns: Sequence[str], text_key: str) -> DocumentS
     )
 
 
+def check_fraction(heldout_fraction: float) -> None:
+    """Raise `DataError` if this is no share of documents that leaves some for training."""
+    if not 0 <= heldout_fraction < 1:
+        raise DataError(
+            found=f"a held-out fraction of {heldout_fraction}",
+            required="at least 0 and less than 1",
+            remedy="0.02 holds out one document in fifty",
+        )
+
+
 def is_heldout(name: str, fraction: float) -> bool:
     """Whether the document `name` is held out: a pure function of its name, the same on every machine and in every run.
 

@@ -18,7 +18,7 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dmtd.data.documents import Document, DocumentSource, Split, in_split
+from megatron_dmtd.data.documents import Document, DocumentSource, Split, check_fraction, in_split
 from megatron_dmtd.data.manifest import Manifest, dump_manifest, manifest_path
 from megatron_dmtd.data.token_file import token_file_paths
 from megatron_dmtd.data.tokenizer import ControlIds, TextEncoder, control_ids, load_tokenizer
@@ -81,12 +81,7 @@ def preprocess(source: DocumentSource, options: PreprocessOptions) -> dict[str, 
 
 
 def _check_options(options: PreprocessOptions) -> None:
-    if not 0 <= options.heldout_fraction < 1:
-        raise DataError(
-            found=f"a held-out fraction of {options.heldout_fraction}",
-            required="at least 0 and less than 1",
-            remedy="0.02 holds out one document in fifty",
-        )
+    check_fraction(options.heldout_fraction)
     paths = [path for prefix in options.outputs().values() for path in (*token_file_paths(prefix), manifest_path(prefix))]
     existing = [str(path) for path in paths if path.exists()]
     if existing and not options.overwrite:

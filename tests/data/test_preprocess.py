@@ -3,16 +3,13 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_dmtd.data.dataset import PackedDataset
-from megatron_dmtd.data.documents import open_source
+from megatron_dmtd.data.documents import Document, open_source
 from megatron_dmtd.data.manifest import read_manifest
 from megatron_dmtd.data.preprocess import PreprocessOptions, preprocess
 from megatron_dmtd.data.tokenizer import load_tokenizer, train_bpe
@@ -189,34 +186,54 @@ def test_a_bad_line_in_the_middle_leaves_the_old_files_as_they_were(tmp_path, op
     assert after == before
 
 
-KILLED = """
-import os, signal, sys
-from megatron_dmtd.data.documents import Document
-from megatron_dmtd.data.preprocess import PreprocessOptions, preprocess
+class KilledAt:
+    """Documents without end, whose process is killed when it asks for number `last`."""
 
-class Endless:
-    description, skipped = "endless", []
+    description = "endless"
+    skipped: list[str] = []  # noqa: RUF012 - never changed
+
+    def __init__(self, last):
+        self.last = last
+
     def __iter__(self):
-        for i in range(10_000_000):
-            if i == 3000:
-                os.kill(os.getpid(), signal.SIGKILL)
+        for i in range(self.last):
             yield Document(name=str(i), text="the cat")
-
-preprocess(Endless(), PreprocessOptions(tokenizer_dir=sys.argv[1], output_prefix=sys.argv[2]))
-"""
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_killed_run_leaves_nothing_that_looks_finished(tmp_path, options, tokenizer_dir):
-    prefix = options().output_prefix
-    command = [sys.executable, "-c", textwrap.dedent(KILLED), tokenizer_dir, prefix]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    killed = subprocess.run(
-        command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, timeout=120, check=False
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-2000:]
-    left = names_of_output(options())
-    assert [name.split(".partial")[0] for name in left] == ["c.bin"] and ".partial-" in left[0]  # it was writing
+def test_a_killed_run_leaves_nothing_that_looks_finished(tmp_path, options, monkeypatch):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive the fork
+    preprocess(source_of(tmp_path), options(output_prefix=str(tmp_path / "warm-up")))  # imports what the child needs
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        try:
+            preprocess(KilledAt(3000), options())
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    (left,) = names_of_output(options())
+    assert left == f"c.bin.partial-{child}"  # it was writing
     with pytest.raises(DataError, match="no file"):
-        PackedDataset([prefix], seq_length=16, cycle_length=4, pad_token_id=1, shuffle_seed=0)
-    preprocess(source_of(tmp_path), options())  # and does not stand in the way of the next run
-    assert len(megatron_documents(prefix)[0]) == 3
+        PackedDataset([options().output_prefix], seq_length=16, cycle_length=4, pad_token_id=1, shuffle_seed=0)
+    preprocess(source_of(tmp_path), options())  # and it does not stand in the way of the next run
+    assert len(megatron_documents(options().output_prefix)[0]) == 3
+
+
+@pytest.mark.parametrize("num_renamed", [0, 1, 2])
+def test_an_old_index_never_describes_new_tokens(tmp_path, options, monkeypatch, num_renamed):
+    preprocess(source_of(tmp_path, ["ab", "abcd"]), options())
+    renamed = []
+    rename = os.replace
+
+    def fail_after(source, target):
+        if len(renamed) == num_renamed:
+            raise OSError("disk failure")
+        rename(source, target)
+        renamed.append(target)
+
+    monkeypatch.setattr(os, "replace", fail_after)
+    with pytest.raises(OSError, match="disk failure"):
+        preprocess(source_of(tmp_path, ["abcd", "ab"]), options(overwrite=True))  # as many bytes as the old tokens
+    assert len(renamed) == num_renamed
+    assert names_of_output(options()) == ["c.bin", "c.json"]

@@ -41,6 +41,11 @@ def test_pairs_need_the_frequency_asked_for(arguments, tmp_path):
     assert len(load_tokenizer(tmp_path / "tokenizer")) == 259
 
 
+def test_a_fraction_that_is_none_is_refused(arguments, capsys):
+    assert main([*arguments, "--vocab-size", "300", "--heldout-fraction", "-0.1"]) == 1
+    assert "a held-out fraction of -0.1" in capsys.readouterr().err
+
+
 def test_a_refusal_is_printed_and_gives_status_1(arguments, tmp_path, capsys):
     assert main([*arguments, "--vocab-size", "100"]) == 1
     assert "at least 259" in capsys.readouterr().err
