@@ -82,7 +82,7 @@ class DMTDCache(Cache):
             store[layer] = buffer
 
     def read(self, layer: int, *, row_R: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V `[R, length, G, E]` of some rows; entries past a row's own length are for the mask to hide."""
+        """K and V `[R, length, G, E]` of rows in ascending order; entries past a row's own length are for the mask to hide."""
         keys, values = self._keys[layer], self._values[layer]
         if keys is None or values is None:
             raise AssertionError(f"layer {layer} has not been written")

@@ -20,7 +20,7 @@ from .dmtd_cycles import complete_length, visible
 QUERY_BLOCK = 512
 #: Masks of a whole forward pass are kept for its other layers up to this many elements (bytes), and made again beyond.
 KEPT_MASK_ELEMENTS = 2**28
-#: Document of slots that no token may read: padding, row ends, unwritten cache entries.
+#: Document of padding columns, which no token may read.
 NOWHERE = -1
 
 

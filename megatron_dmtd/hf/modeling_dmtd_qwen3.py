@@ -24,7 +24,7 @@ from .configuration_dmtd_qwen3 import DMTDQwen3Config, refusal
 from .dmtd_cache import DMTDCache
 from .dmtd_cycles import cycle_id, is_cycle_head, phase, shadow_ids
 from .dmtd_layers import DMTDQwen3DecoderLayer, DMTDQwen3RMSNorm, KeyValueExchange, Pass, RotaryAngles
-from .dmtd_slots import NOWHERE, Columns, CompleteLayout, Slots, Visibility, complete_layout, read_columns
+from .dmtd_slots import Columns, CompleteLayout, Slots, Visibility, complete_layout, read_columns
 
 #: Output field of the cache: transformers renamed `past_key_values` to `cache` in 5.x.
 CACHE_FIELD = "cache" if "cache" in {field.name for field in dataclasses.fields(CausalLMOutputWithPast)} else "past_key_values"
@@ -167,7 +167,7 @@ class DMTDQwen3Model(DMTDQwen3PreTrainedModel):
             return cache.read(layer, row_R=row_B, length=num_keys)
 
         query = Slots.of(torch.zeros_like(position_B)[:, None], position_B[:, None], is_real=True)
-        keys = stored_slots(position_B + 1, num_keys, is_real=True)
+        keys = stored_slots(len(ids_B), num_keys, is_real=True, device=ids_B.device)
         return self._sequential(hidden_BX[:, None], query, keys, exchange)
 
     def _parallel_step(self, ids_B: torch.Tensor, row_R: torch.Tensor, cache: DMTDCache) -> None:
@@ -196,7 +196,7 @@ class DMTDQwen3Model(DMTDQwen3PreTrainedModel):
             stored_k, stored_v = cache.read(layer, row_R=row_R, length=num_stored)
             return torch.cat([stored_k, key[:, cycle_length:]], dim=1), torch.cat([stored_v, value[:, cycle_length:]], dim=1)
 
-        keys = stored_slots(written_RT[:, -1] + 1, num_stored, is_real=is_real)
+        keys = stored_slots(len(row_R), num_stored, is_real=is_real, device=ids_B.device)
         keys = keys.followed_by(block) if is_real else keys
         block_RCX = self._parallel(self.embed_tokens(ids_RT), slots, keys, exchange, num_real=num_real)
         cache.shadow_hidden_BCX[row_R] = block_RCX
@@ -229,11 +229,14 @@ class DMTDQwen3Model(DMTDQwen3PreTrainedModel):
         return hidden_BTX
 
 
-def stored_slots(length_R: torch.Tensor, num_stored: int, *, is_real: bool) -> Slots:
-    """Entries `[R, num_stored]` of a cache as key slots: entry j holds position j, those past a row's length belong nowhere."""
-    position_RT = torch.arange(num_stored, device=length_R.device).expand(len(length_R), -1)
-    document_RT = torch.zeros_like(position_RT).masked_fill(position_RT >= length_R[:, None], NOWHERE)
-    return Slots.of(document_RT, position_RT, is_real=is_real)
+def stored_slots(num_rows: int, num_stored: int, *, is_real: bool, device: torch.device) -> Slots:
+    """Entries `[num_rows, num_stored]` of a cache as key slots: entry j holds position j.
+
+    Rows differ in length, and those shorter than the longest have entries not yet written. Every one of them lies after the
+    positions that the row's queries may see, so the rule hides them without being told.
+    """
+    position_RT = torch.arange(num_stored, device=device).expand(num_rows, -1)
+    return Slots.of(torch.zeros_like(position_RT), position_RT, is_real=is_real)
 
 
 class DMTDQwen3ForCausalLM(DMTDQwen3PreTrainedModel, GenerationMixin):
