@@ -81,14 +81,14 @@ def megatron_logits(checkpoint: str, tokens_BN: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_an_imported_model_computes_what_the_hugging_face_model_computes(tmp_path, variant):
-    """Level: fp32 tolerance. The two add up attention and projections in another order."""
+    """Level: fp32 tolerance; the two add up in another order. Largest difference seen 8e-7; swapped gate and up give 0.8."""
     theirs = save_dmtd(tmp_path / "hf", variant, tie_word_embeddings=variant.startswith("causal"))
     import_hf(tmp_path / "hf", tmp_path / "start")
     (logits_BNV,) = run_ranks(1, megatron_logits, str(tmp_path / "start"), TOKENS_BN)
     with torch.no_grad():
         expected_BNV = theirs(input_ids=TOKENS_BN, position_ids=POSITIONS_BN, use_cache=False).logits
     assert expected_BNV.std() > 0.5
-    torch.testing.assert_close(logits_BNV, expected_BNV, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits_BNV, expected_BNV, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("qk_norm", [True, False])
@@ -98,8 +98,8 @@ def test_an_imported_plain_decoder_computes_what_transformers_computes(tmp_path,
     (logits_BNV,) = run_ranks(1, megatron_logits, str(tmp_path / "start"), TOKENS_BN)
     with torch.no_grad():
         documents = [theirs(TOKENS_BN[row : row + 1, part]).logits for row, part in ((0, slice(0, 8)), (1, slice(4, 16)))]
-    torch.testing.assert_close(logits_BNV[:1, :8], documents[0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(logits_BNV[1:, 4:], documents[1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits_BNV[:1, :8], documents[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits_BNV[1:, 4:], documents[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("tied", [True, False])
