@@ -1,0 +1,143 @@
+"""A resumed run is the same run; a checkpoint of another model is refused; nothing half-written is ever named.
+
+Level: bitwise for the same layout. After resharding the sums of a step run in another order: fp32 tolerance.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dmtd.config import Config
+from megatron_dmtd.errors import CheckpointError
+from megatron_dmtd.training import paths
+from tests.support.ranks import run_ranks
+from tests.support.tiny import VARIANTS, tiny_config, with_settings
+
+
+def train_to(config: Config, steps: int) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    """Train to `steps`, resuming where there is a checkpoint, and save. Losses of the steps run, final weights, first step."""
+    from megatron_dmtd.platform import prepare_megatron
+    from megatron_dmtd.training import loop
+    from megatron_dmtd.training.checkpoint import save_checkpoint
+    from megatron_dmtd.training.step import train_step
+
+    loop.check(config, world_size=torch.distributed.get_world_size())
+    run = loop.prepare(config, prepare_megatron())
+    first = run.step
+    iterator = loop._iterator(run, loop._dataset(config, config.data.train, shuffled=True), first_row=run.rows)
+    losses = [train_step(run, iterator).loss.values()["loss"] for _ in range(steps - run.step)]
+    if config.checkpoint.dir and run.step > 0:
+        save_checkpoint(run, config.checkpoint.dir)
+    weights = {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
+    return losses, weights, first
+
+
+def _config(corpus: tuple[str, str], folder: Path | str, variant: str = "bidirectional-refresh", **sections: Any) -> Config:
+    config = tiny_config(variant, **sections)
+    return with_settings(config, data={"train": (corpus[0],), "valid": (corpus[1],)}, checkpoint={"dir": str(folder)})
+
+
+def _assert_bitwise(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys() and first
+    different = [name for name in first if not torch.equal(first[name], second[name])]
+    assert not different, different
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("world_size", "parallel", "precision"),
+    [
+        (1, {}, "fp32"),
+        (2, {"pipeline": 2}, "fp32"),
+        (2, {"tensor": 2, "sequence_parallel": True}, "fp32"),
+        (2, {}, "fp32"),
+        (1, {"distributed_optimizer": False}, "fp32"),
+        (1, {}, "bf16"),
+    ],
+    ids=["one", "pipeline", "tensor", "data", "plain-optimizer", "bf16"],
+)
+def test_resuming_twice_is_bitwise_the_uninterrupted_run(
+    world_size: int, parallel: dict[str, Any], precision: str, corpus: tuple[str, str], tmp_path: Path
+) -> None:
+    sections = {"parallel": parallel, "training": {"precision": precision}}
+    whole = run_ranks(world_size, train_to, _config(corpus, "", **sections), 6)
+    resumed = _config(corpus, tmp_path / "run", **sections)
+    parts = [run_ranks(world_size, train_to, resumed, steps) for steps in (2, 4, 6)]
+    assert [part[0][2] for part in parts] == [0, 2, 4]
+    for rank in range(world_size):
+        assert sum((part[rank][0] for part in parts), []) == whole[rank][0]
+        _assert_bitwise(parts[-1][rank][1], whole[rank][1])
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("variant", [*VARIANTS, "vanilla"])
+def test_every_variant_resumes_bitwise(variant: str, corpus: tuple[str, str], tmp_path: Path) -> None:
+    whole = run_ranks(1, train_to, _config(corpus, "", variant), 4)[0]
+    first = run_ranks(1, train_to, _config(corpus, tmp_path / "run", variant), 2)[0]
+    second = run_ranks(1, train_to, _config(corpus, tmp_path / "run", variant), 4)[0]
+    assert first[0] + second[0] == whole[0]
+    _assert_bitwise(second[1], whole[1])
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_checkpoint_of_one_layout_resumes_in_another(tied: bool, corpus: tuple[str, str], tmp_path: Path) -> None:
+    model = {"model": {"tie_word_embeddings": tied}}
+    whole = run_ranks(1, train_to, _config(corpus, "", **model), 6)[0]
+    losses: list[float] = []
+    for world_size, parallel, steps in (
+        (2, {"pipeline": 2}, 2),
+        (2, {"tensor": 2}, 3),
+        (2, {}, 4),
+        (3, {"pipeline": 3, "stage_layers": (2, 1, 1)}, 5),
+        (1, {}, 6),
+    ):
+        found = run_ranks(world_size, train_to, _config(corpus, tmp_path / "run", parallel=parallel, **model), steps)
+        losses += found[0][0]
+    assert losses == pytest.approx(whole[0], abs=2e-6)
+
+
+@pytest.mark.multiprocess
+def test_init_from_takes_the_weights_of_another_variant_and_nothing_else(corpus: tuple[str, str], tmp_path: Path) -> None:
+    vanilla = run_ranks(1, train_to, _config(corpus, tmp_path / "vanilla", "vanilla"), 3)[0]
+    config = with_settings(_config(corpus, tmp_path / "new"), checkpoint={"init_from": str(tmp_path / "vanilla")})
+    started = run_ranks(1, train_to, config, 0)[0]
+    assert started[2] == 0
+    _assert_bitwise(started[1], vanilla[1])
+
+
+@pytest.mark.multiprocess
+def test_a_checkpoint_of_another_model_or_method_is_refused_field_by_field(corpus: tuple[str, str], tmp_path: Path) -> None:
+    from megatron_dmtd.platform import prepare_megatron
+
+    prepare_megatron()
+    from megatron_dmtd.training.checkpoint import check_resumable, check_weights
+
+    config = _config(corpus, tmp_path / "run")
+    run_ranks(1, train_to, config, 1)
+    directory = paths.find_step_directory(tmp_path / "run")
+    check_resumable(config, directory)
+    with pytest.raises(CheckpointError, match="model.intermediate_size = 48 in the checkpoint, 64 in this run"):
+        check_resumable(with_settings(config, model={"intermediate_size": 64}), directory)
+    with pytest.raises(CheckpointError, match="cycle.variant = bidirectional-refresh in the checkpoint, causal-refresh"):
+        check_resumable(with_settings(config, cycle={"variant": "causal-refresh"}), directory)
+    check_weights(with_settings(config, cycle={"variant": "causal-refresh"}), directory)
+    with pytest.raises(CheckpointError, match="model.num_layers = 4 in the checkpoint, 5"):
+        check_weights(with_settings(config, model={"num_layers": 5}), directory)
+
+
+@pytest.mark.multiprocess
+def test_old_checkpoints_are_removed_and_a_partial_one_is_never_named(corpus: tuple[str, str], tmp_path: Path) -> None:
+    config = with_settings(_config(corpus, tmp_path / "run"), checkpoint={"keep_last": 2})
+    leftover = tmp_path / "run" / paths.partial_directory_name(2)
+    leftover.mkdir(parents=True)
+    (leftover / "__0_0.distcp").write_bytes(b"half")
+    for steps in (1, 2, 3):
+        run_ranks(1, train_to, config, steps)
+    assert [path.name for path in paths.step_directories(tmp_path / "run")] == ["step_00000002", "step_00000003"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["latest", "step_00000002", "step_00000003"]
+    assert (tmp_path / "run" / "latest").read_text() == "step_00000003\n"

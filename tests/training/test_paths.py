@@ -1,0 +1,49 @@
+from pathlib import Path
+
+import pytest
+
+from megatron_dmtd.errors import CheckpointError
+from megatron_dmtd.training import paths
+
+
+def _checkpoint(run: Path, step: int) -> Path:
+    directory = run / paths.step_directory_name(step)
+    directory.mkdir(parents=True)
+    (directory / paths.METADATA_FILE).write_text("{}")
+    (directory / paths.CONFIG_FILE).write_text("")
+    return directory
+
+
+def test_names_sort_as_steps_and_partial_ones_are_not_checkpoints() -> None:
+    assert paths.step_directory_name(100) == "step_00000100"
+    assert paths.step_of(Path("x/step_123456789")) == 123456789
+    assert paths.step_of(Path(paths.partial_directory_name(7))) is None
+    assert paths.step_of(Path("step_00000100.bak")) is None
+
+
+def test_a_path_means_itself_or_the_newest_of_a_run(tmp_path: Path) -> None:
+    first, second = _checkpoint(tmp_path, 10), _checkpoint(tmp_path, 20)
+    paths.write_atomically(tmp_path / "latest", f"{first.name}\n")
+    assert paths.find_step_directory(second) == second
+    assert paths.find_step_directory(tmp_path) == first
+    assert paths.step_directories(tmp_path) == [first, second]
+
+
+def test_a_directory_without_its_last_file_does_not_count(tmp_path: Path) -> None:
+    first, second = _checkpoint(tmp_path, 10), _checkpoint(tmp_path, 20)
+    (second / paths.METADATA_FILE).unlink()
+    assert paths.step_directories(tmp_path) == [first]
+    with pytest.raises(CheckpointError, match=r"step_00000020 without metadata.json"):
+        paths.find_step_directory(second)
+    paths.write_atomically(tmp_path / "latest", f"{second.name}\n")
+    with pytest.raises(CheckpointError, match=r"step_00000020 without metadata.json"):
+        paths.find_step_directory(tmp_path)
+
+
+def test_nothing_to_find_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no directory"):
+        paths.find_step_directory(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match="neither metadata.json nor latest"):
+        paths.find_step_directory(tmp_path)
+    assert paths.latest_directory(tmp_path) is None
+    assert paths.step_directories(tmp_path / "absent") == []
