@@ -1,0 +1,81 @@
+from typing import Any
+
+import pytest
+
+from megatron_dmtd.config import Config, data_parallel_size, num_microbatches, validate
+from megatron_dmtd.errors import ConfigError
+from tests.support.tiny import VARIANTS, tiny_config, with_settings
+
+BAD: list[tuple[dict[str, dict[str, Any]], str]] = [
+    ({"model": {"num_layers": 0}}, "model.num_layers = 0"),
+    ({"model": {"num_key_value_heads": 3}}, "4 query heads over 3 key-value heads"),
+    ({"model": {"head_dim": 7}}, "model.head_dim = 7"),
+    ({"cycle": {"cycle_length": 0}}, "cycle.cycle_length = 0"),
+    ({"cycle": {"num_parallel_layers": 4}}, "4 parallel layers of 4 layers"),
+    ({"cycle": {"num_parallel_layers": 0}}, "0 parallel layers of 4 layers"),
+    ({"cycle": {"mask_token_id": 100}}, "cycle.mask_token_id = 100"),
+    ({"cycle": {"mask_token_id": -1}}, "cycle.mask_token_id = -1"),
+    ({"cycle": {"variant": "sideways"}}, "cycle.variant = 'sideways'"),
+    ({"parallel": {"tensor": 0}}, "parallel.tensor = 0"),
+    ({"parallel": {"tensor": 3}}, "model.num_attention_heads = 4 over parallel.tensor = 3"),
+    ({"parallel": {"tensor": 4}}, "model.num_key_value_heads = 2 over parallel.tensor = 4"),
+    ({"parallel": {"tensor": 2}, "model": {"intermediate_size": 49}}, "model.intermediate_size = 49"),
+    ({"parallel": {"sequence_parallel": True}}, "parallel.sequence_parallel with parallel.tensor = 1"),
+    ({"parallel": {"overlap_param_gather": True}}, "overlap_param_gather without both"),
+    ({"parallel": {"pipeline": 5}}, "5 pipeline stages for 4 layers"),
+    ({"parallel": {"pipeline": 2, "stage_layers": (4,)}}, "lists 1 stages (4), parallel.pipeline is 2"),
+    ({"parallel": {"pipeline": 2, "stage_layers": (4, 0)}}, "parallel.stage_layers = 4 + 0"),
+    ({"parallel": {"pipeline": 2, "stage_layers": (2, 1)}}, "parallel.stage_layers = 2 + 1 = 3 layers"),
+    ({"parallel": {"pipeline": 2, "stage_layers": (3, 1)}}, "stages end after layers [3, 4]"),
+    ({"data": {"seq_length": 30}}, "data.seq_length = 30 with cycle.cycle_length = 4"),
+    ({"data": {"seq_length": 256}}, "data.seq_length = 256, model.max_position_embeddings = 128"),
+    ({"data": {"pad_token_id": 100}}, "data.pad_token_id = 100"),
+    ({"data": {"seq_length": 12}, "parallel": {"tensor": 2, "sequence_parallel": True}, "cycle": {"cycle_length": 3}}, ""),
+    ({"data": {"seq_length": 9}, "parallel": {"tensor": 2, "sequence_parallel": True}, "cycle": {"cycle_length": 3}}, "over 2 ranks"),
+    ({"optimizer": {"lr": 0.0}}, "optimizer.lr = 0.0"),
+    ({"optimizer": {"min_lr": 1.0}}, "optimizer.min_lr = 1.0 above"),
+    ({"optimizer": {"beta2": 1.0}}, "optimizer.beta2 = 1.0"),
+    ({"optimizer": {"warmup_steps": 6}}, "6 warm-up steps, decay that ends at step 6"),
+    ({"optimizer": {"decay": "WSD"}}, "optimizer.decay = WSD with optimizer.wsd_decay_steps = 0"),
+    ({"optimizer": {"clip_grad": -1.0}}, "optimizer.clip_grad = -1.0"),
+    ({"training": {"micro_batch_size": 0}}, "training.micro_batch_size = 0"),
+    ({"training": {"eval_interval": -1}}, "training.eval_interval = -1"),
+    ({"logging": {"interval": 0}}, "logging.interval = 0"),
+]
+
+
+@pytest.mark.parametrize(("sections", "found"), BAD, ids=[found or "whole cycles and ranks fit" for _, found in BAD])
+def test_a_contradiction_is_refused_by_name(sections: dict[str, dict[str, Any]], found: str) -> None:
+    config = tiny_config(**sections)
+    if not found:
+        validate(config)
+        return
+    with pytest.raises(ConfigError) as caught:
+        validate(config)
+    assert found in caught.value.found
+    assert caught.value.required
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, "vanilla"])
+def test_the_defaults_and_the_tiny_model_are_valid(variant: str) -> None:
+    validate(Config())
+    validate(tiny_config(variant), world_size=4)
+
+
+def test_a_vanilla_model_needs_no_split_and_no_mask() -> None:
+    validate(tiny_config("vanilla", cycle={"num_parallel_layers": 99, "mask_token_id": 10**6}))
+    validate(tiny_config("vanilla", parallel={"pipeline": 2, "stage_layers": (3, 1)}))
+
+
+def test_processes_must_fit_the_layout_and_rows_the_processes() -> None:
+    config = tiny_config(parallel={"tensor": 2, "pipeline": 2})
+    assert data_parallel_size(config, 8) == 2
+    assert num_microbatches(config, 8) == 2
+    for world_size in (0, 1, 6):
+        with pytest.raises(ConfigError, match=f"{world_size} processes for tensor 2 x pipeline 2 = 4 ranks"):
+            validate(config, world_size=world_size)
+    with pytest.raises(ConfigError, match="global_batch_size = 4 rows, micro_batch_size 1 x 3 data-parallel ranks = 3"):
+        validate(tiny_config(), world_size=3)
+    with pytest.raises(ConfigError, match="a multiple of 8"):
+        validate(with_settings(tiny_config(), training={"micro_batch_size": 8}), world_size=1)
