@@ -1,0 +1,46 @@
+# `make quickstart` and `make test` need nothing but Python 3.11 or 3.12 (with venv), a C++ compiler and this folder.
+
+PYTHON ?= python3
+VENV ?= .venv
+SHELL := /bin/bash
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+# One thread per process: the tests fork several ranks, and threads of a parent do not survive in its children.
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: help quickstart test test-slow test-gpu check format clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+quickstart: $(INSTALLED)  ## Train, export and decode a small model, with a report in quickstart/ (about 12 minutes on 2 cores)
+	$(BIN)/python tools/quickstart.py
+
+test: check  ## Lint, types, and all tests but the slow ones and those that need a GPU
+	$(TEST) -m "not slow and not gpu"
+
+test-slow: $(INSTALLED)  ## The slow tests
+	$(TEST) -m "slow and not gpu"
+
+test-gpu: $(INSTALLED)  ## The tests that need a GPU
+	$(TEST) -m gpu
+
+check: $(INSTALLED)  ## Lint, formatting and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(INSTALLED)  ## Put the code into its format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:  ## Remove the virtual environment and what the quickstart made
+	rm -rf $(VENV) quickstart
+
+$(INSTALLED): requirements.txt requirements-dev.txt pyproject.toml
+	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 13), f"Python 3.11 or 3.12 is needed, {sys.version} found"'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --progress-bar on -r requirements-dev.txt
+	$(BIN)/python -m pip install --no-deps -e .
+	@touch $@
