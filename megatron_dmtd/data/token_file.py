@@ -1,15 +1,23 @@
-"""One tokenised corpus on disk, `PREFIX.bin` and `PREFIX.idx`: Megatron's IndexedDataset, checked and memory-mapped.
+"""One tokenised corpus on disk, `PREFIX.bin` and `PREFIX.idx`: Megatron's IndexedDataset, read and written in constant memory.
 
-The checks turn what Megatron answers with a bare assertion, or not at all, into a `DataError`: a missing, foreign, truncated or
-mismatched file. Documents are those of the index; nothing is told by the value of a token.
+The format is Megatron's and its own reader opens these files; what is here differs in two ways. Everything is memory-mapped or
+streamed, so that neither reading nor writing an index needs memory in proportion to the corpus, and what Megatron answers with a
+bare assertion, or not at all, is a `DataError`: a missing, foreign, truncated or mismatched file. Documents are those of the
+index; nothing is told by the value of a token.
 
-Shape legend: D documents.
+Index: magic, version, dtype code, number S of sequences, number D + 1 of document bounds; then the sequences' lengths (int32
+[S]), their byte offsets in the .bin file (int64 [S]), and the document bounds in sequences (int64 [D + 1]). All offsets are
+computed in 64 bits: a .bin file may pass 2 GiB and 2^31 tokens.
+
+Shape legend: D documents, S sequences, K documents of a selection.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +27,46 @@ from megatron_dmtd.errors import DataError
 _MAGIC = b"MMIDIDX\x00\x00"
 #: after the magic: version, dtype code, number of sequences, number of document bounds
 _HEADER = struct.Struct("<QBQQ")
+_HEADER_BYTES = len(_MAGIC) + _HEADER.size
+_VERSION = 1
+#: Megatron's codes of the types that ids can have
+_DTYPES: dict[int, type[np.integer]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 _REMEDY = "make the files again with tools/preprocess.py"
+#: entries of an index that are in memory at once, while it is written or walked through
+_CHUNK = 1 << 20
 
 
 def token_file_paths(prefix: str) -> tuple[Path, Path]:
     """The .bin and the .idx file of `prefix`."""
     return Path(prefix + ".bin"), Path(prefix + ".idx")
+
+
+def token_dtype(vocab_size: int) -> type[np.integer]:
+    """The type that Megatron's own tools choose for ids below `vocab_size`: two bytes up to 65,499, else four."""
+    return np.uint16 if vocab_size < 65_500 else np.int32
+
+
+def write_index(index_path: Path, lengths_path: Path, *, dtype: type[np.integer]) -> None:
+    """Write the index of a file of one-sequence documents, whose lengths are the int32 numbers of the file `lengths_path`."""
+    num_documents = lengths_path.stat().st_size // 4
+    (code,) = (code for code, known in _DTYPES.items() if known is dtype)
+    with index_path.open("wb") as stream:
+        stream.write(_MAGIC + _HEADER.pack(_VERSION, code, num_documents, num_documents + 1))
+        for lengths_K in _length_chunks(lengths_path):
+            stream.write(lengths_K.tobytes())
+        offset = 0
+        for lengths_K in _length_chunks(lengths_path):
+            ends_K = offset + np.cumsum(lengths_K, dtype=np.int64) * np.dtype(dtype).itemsize
+            stream.write(np.concatenate(([offset], ends_K[:-1])).astype(np.int64).tobytes())
+            offset = int(ends_K[-1])
+        for begin in range(0, num_documents + 1, _CHUNK):
+            stream.write(np.arange(begin, min(begin + _CHUNK, num_documents + 1), dtype=np.int64).tobytes())
+
+
+def _length_chunks(lengths_path: Path) -> Iterator[npt.NDArray[np.int32]]:
+    with lengths_path.open("rb") as stream:
+        while chunk := stream.read(4 * _CHUNK):
+            yield np.frombuffer(chunk, dtype=np.int32)
 
 
 def _check_present(prefix: str) -> None:
@@ -38,13 +80,18 @@ def _check_present(prefix: str) -> None:
         )
 
 
-def _check_index(prefix: str) -> None:
-    _, index_path = token_file_paths(prefix)
-    with index_path.open("rb") as stream:
-        head = stream.read(len(_MAGIC) + _HEADER.size)
-    if len(head) < len(_MAGIC) + _HEADER.size or not head.startswith(_MAGIC):
+def _read_header(index_path: Path, stream: BinaryIO) -> tuple[type[np.integer], int, int]:
+    """Type of the ids, number of sequences, number of document bounds."""
+    head = stream.read(_HEADER_BYTES)
+    if len(head) < _HEADER_BYTES or not head.startswith(_MAGIC):
         raise DataError(found=f"{index_path} starts with {head[:9]!r}", required="an IndexedDataset index", remedy=_REMEDY)
-    _, _, num_sequences, num_bounds = _HEADER.unpack(head[len(_MAGIC) :])
+    version, code, num_sequences, num_bounds = _HEADER.unpack(head[len(_MAGIC) :])
+    if version != _VERSION or code not in _DTYPES:
+        raise DataError(
+            found=f"{index_path} of version {version} with type code {code}",
+            required=f"version {_VERSION} and an integer type",
+            remedy=_REMEDY,
+        )
     least = len(head) + num_sequences * (4 + 8) + num_bounds * 8
     size = index_path.stat().st_size
     if size < least:
@@ -53,43 +100,106 @@ def _check_index(prefix: str) -> None:
         )
     if num_sequences == 0 or num_bounds < 2:
         raise DataError(found=f"{index_path} lists no documents", required="at least one document", remedy=_REMEDY)
+    return _DTYPES[code], num_sequences, num_bounds
 
 
 class TokenFile:
-    """Documents of token ids. Reading touches only the pages that are asked for."""
+    """Documents of token ids. Opening takes constant time and memory; reading touches only the pages that are asked for."""
 
     def __init__(self, prefix: str) -> None:
         """Open `prefix`. Raises `DataError` if a file is missing, damaged, empty, or not the other's."""
         _check_present(prefix)
-        _check_index(prefix)
         self.prefix = prefix
-        bin_path, _ = token_file_paths(prefix)
-        if bin_path.stat().st_size == 0:  # an empty file cannot be mapped
+        bin_path, index_path = token_file_paths(prefix)
+        with index_path.open("rb") as stream:
+            self.dtype, num_sequences, num_bounds = _read_header(index_path, stream)
+        self._num_bytes = bin_path.stat().st_size
+        if self._num_bytes == 0:  # an empty file cannot be mapped
             raise DataError(found=f"{bin_path} is empty", required="at least one token", remedy=_REMEDY)
+        at = _HEADER_BYTES
+        self._lengths_S = np.memmap(index_path, dtype=np.int32, mode="r", offset=at, shape=(num_sequences,))
+        at += num_sequences * 4
+        self._offsets_S = np.memmap(index_path, dtype=np.int64, mode="r", offset=at, shape=(num_sequences,))
+        at += num_sequences * 8
+        self._bounds_D1 = np.memmap(index_path, dtype=np.int64, mode="r", offset=at, shape=(num_bounds,))
+        self._check_ends(bin_path, index_path)
+        self._tokens = np.memmap(bin_path, dtype=self.dtype, mode="r")
 
-        from megatron.core.datasets.indexed_dataset import DType, IndexedDataset  # seconds of import
-
-        self._dataset = IndexedDataset(prefix)
-        # A document may be several sequences (other tools write one per sentence); they lie side by side in the file.
-        self._bounds_D1 = np.asarray(self._dataset.document_indices, dtype=np.int64)
-        ends = np.concatenate(([0], np.cumsum(self._dataset.sequence_lengths, dtype=np.int64)))
-        self.document_lengths_D: npt.NDArray[np.int64] = np.diff(ends[self._bounds_D1])
-        """Tokens of each document, int64 [D]."""
-        required = int(ends[-1]) * DType.size(self._dataset.index.dtype)
-        if bin_path.stat().st_size != required:
+    def _check_ends(self, bin_path: Path, index_path: Path) -> None:
+        required = int(self._offsets_S[-1]) + int(self._lengths_S[-1]) * self._itemsize
+        if self._num_bytes != required:
             raise DataError(
-                found=f"{bin_path} of {bin_path.stat().st_size} bytes",
+                found=f"{bin_path} of {self._num_bytes} bytes",
                 required=f"the {required} bytes that its index describes",
                 remedy=_REMEDY,
             )
+        bounds = int(self._bounds_D1[0]), int(self._bounds_D1[-1])
+        if bounds != (0, self._lengths_S.size):
+            raise DataError(
+                found=f"{index_path} whose documents are the sequences {bounds[0]} to {bounds[1]}",
+                required=f"all of its {self._lengths_S.size} sequences",
+                remedy=_REMEDY,
+            )
+
+    @property
+    def _itemsize(self) -> int:
+        return np.dtype(self.dtype).itemsize
 
     def __len__(self) -> int:
         """Number of documents."""
-        return int(self.document_lengths_D.size)
+        return int(self._bounds_D1.size) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents."""
+        return self._num_bytes // self._itemsize
+
+    def _starts(self, documents_K: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+        """First token of each document in the file; the number of documents stands for the end of the file."""
+        sequences_K = np.asarray(self._bounds_D1[documents_K])
+        inside_K = sequences_K < self._offsets_S.size  # documents without sequences may follow the last sequence
+        offsets_K = np.full(sequences_K.shape, self._num_bytes, dtype=np.int64)
+        offsets_K[inside_K] = self._offsets_S[sequences_K[inside_K]]
+        return offsets_K // self._itemsize
+
+    def lengths(self, begin: int, end: int) -> npt.NDArray[np.int64]:
+        """Tokens of the documents `begin` to `end - 1`, int64 [K]."""
+        assert 0 <= begin <= end <= len(self), (begin, end)
+        # A document may be several sequences (other tools write one per sentence); they lie side by side in the file.
+        return np.diff(self._starts(np.arange(begin, end + 1)))
+
+    @property
+    def document_lengths_D(self) -> npt.NDArray[np.int64]:
+        """Tokens of each document, int64 [D]: 8 bytes of memory per document."""
+        return self.lengths(0, len(self))
+
+    def check_index(self) -> None:
+        """Walk through the whole index. Raises `DataError` if a length, offset or bound contradicts the others."""
+        _, index_path = token_file_paths(self.prefix)
+        expected, num_sequences = 0, self._lengths_S.size
+        for begin in range(0, num_sequences, _CHUNK):
+            lengths_K = np.asarray(self._lengths_S[begin : begin + _CHUNK])
+            ends_K = expected + np.cumsum(lengths_K, dtype=np.int64) * self._itemsize
+            starts_K = np.concatenate(([expected], ends_K[:-1]))
+            wrong = np.flatnonzero((self._offsets_S[begin : begin + _CHUNK] != starts_K) | (lengths_K < 0))
+            if wrong.size:
+                raise DataError(
+                    found=f"{index_path}, sequence {begin + int(wrong[0])}: not where the one before ends",
+                    required="sequences side by side",
+                    remedy=_REMEDY,
+                )
+            expected = int(ends_K[-1])
+        for begin in range(0, len(self), _CHUNK):
+            if (np.diff(self._bounds_D1[begin : begin + _CHUNK + 1]) < 0).any():
+                raise DataError(found=f"{index_path}: documents that go back", required="rising bounds", remedy=_REMEDY)
 
     def read(self, document: int, start: int, count: int) -> npt.NDArray[np.integer]:
         """The tokens `start` to `start + count - 1` of a document, a read-only view of the file."""
-        assert start >= 0 and start + count <= self.document_lengths_D[document], (document, start, count)
-        if count == 0:  # an empty last document has no sequence to ask for
-            return np.empty(0, dtype=self._dataset.index.dtype)
-        return self._dataset.get(int(self._bounds_D1[document]), offset=start, length=count)
+        begin, end = self._starts(np.array([document, document + 1])).tolist()
+        assert start >= 0 and start + count <= end - begin, (document, start, count)
+        return np.asarray(self._tokens[begin + start : begin + start + count])
+
+    def chunks(self, size: int = _CHUNK) -> Iterator[npt.NDArray[np.integer]]:
+        """All tokens in order, at most `size` at a time."""
+        for begin in range(0, self.num_tokens, size):
+            yield np.asarray(self._tokens[begin : begin + size])
