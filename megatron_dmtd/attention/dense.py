@@ -1,20 +1,79 @@
-"""The dense backend: torch's scaled-dot-product attention with boolean masks from the visibility rule.
+"""The dense backend: exact attention on torch's CPU kernels, document by document, in memory that grows with the row's length.
 
-It runs on every device and is the oracle of the other backends. Where plain causal attention is meant and each row is one
-document it builds no mask. Otherwise a mask costs B x N x N (or N x 2N) bytes per microbatch.
+Each document is its own attention, so nothing is computed across documents. Short documents that follow each other are taken
+together under one small mask; a longer one runs without any mask over its length: plain causal attention where that is meant, and
+`merged` for the shadow stream.
 
 Shape legend: B rows, N slots per row, H query heads, G key-value heads, D head width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_dmtd.attention.protocol import StreamLayout
-from megatron_dmtd.cycle import visible
+from megatron_dmtd.attention.masked import MaskedAttention
+from megatron_dmtd.attention.merged import CHUNK, merged_shadow_attention
+from megatron_dmtd.attention.protocol import AttentionBackend, StreamLayout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """Consecutive slots of one row that hold whole documents: one of any length, or several of at most `CHUNK` slots together."""
+
+    slots: slice
+    document_lengths: tuple[int, ...]
+
+
+def segments(document_lengths: tuple[int, ...], *, most: int = CHUNK) -> list[Segment]:
+    """Cut a row between documents, so that each segment is one document or has at most `most` slots."""
+    groups: list[list[int]] = []
+    for length in document_lengths:
+        if groups and sum(groups[-1]) + length <= most:
+            groups[-1].append(length)
+        else:
+            groups.append([length])
+    found, start = [], 0
+    for group in groups:
+        found.append(Segment(slots=slice(start, start + sum(group)), document_lengths=tuple(group)))
+        start += sum(group)
+    return found
+
+
+class _OneDocument:
+    """Rows that hold one document."""
+
+    def __init__(self, layout: StreamLayout) -> None:
+        self.layout = layout
+
+    def real(self, q_BHND: torch.Tensor, k_BGND: torch.Tensor, v_BGND: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(q_BHND, k_BGND, v_BGND, is_causal=True, enable_gqa=True)
+
+    def shadow(
+        self,
+        q_BHND: torch.Tensor,
+        k_BGND: torch.Tensor,
+        v_BGND: torch.Tensor,
+        real_k_BGND: torch.Tensor | None,
+        real_v_BGND: torch.Tensor | None,
+    ) -> torch.Tensor:
+        layout = self.layout
+        if layout.history == "shadow" and layout.block_attention == "causal":
+            return self.real(q_BHND, k_BGND, v_BGND)
+        return merged_shadow_attention(
+            q_BHND,
+            k_BGND,
+            v_BGND,
+            real_k_BGND,
+            real_v_BGND,
+            cycle_length=layout.cycle_length,
+            history=layout.history,
+            block_attention=layout.block_attention,
+        )
 
 
 class DenseAttention:
@@ -25,9 +84,7 @@ class DenseAttention:
 
     def real(self, q_BHND: torch.Tensor, k_BGND: torch.Tensor, v_BGND: torch.Tensor) -> torch.Tensor:
         """Causal attention inside each document."""
-        if self.layout.one_document_per_row:
-            return scaled_dot_product_attention(q_BHND, k_BGND, v_BGND, is_causal=True, enable_gqa=True)
-        return scaled_dot_product_attention(q_BHND, k_BGND, v_BGND, attn_mask=self._real_mask, enable_gqa=True)
+        return self._by_segment(lambda backend, *streams: backend.real(*streams), q_BHND, k_BGND, v_BGND)
 
     def shadow(
         self,
@@ -38,39 +95,31 @@ class DenseAttention:
         real_v_BGND: torch.Tensor | None,
     ) -> torch.Tensor:
         """Shadow queries: by the rule of the variant. Causal Norefresh is plain causal attention over the shadow stream."""
-        layout = self.layout
-        if layout.history == "shadow":
-            assert real_k_BGND is None and real_v_BGND is None, "Norefresh has no real stream in the parallel layers"
-            if layout.block_attention == "causal":
-                return self.real(q_BHND, k_BGND, v_BGND)
-            return scaled_dot_product_attention(q_BHND, k_BGND, v_BGND, attn_mask=self._shadow_mask, enable_gqa=True)
-        assert real_k_BGND is not None and real_v_BGND is not None, "Refresh reads the real stream"
-        k_B_G_2N_D = torch.cat((real_k_BGND, k_BGND), dim=2)
-        v_B_G_2N_D = torch.cat((real_v_BGND, v_BGND), dim=2)
-        return scaled_dot_product_attention(q_BHND, k_B_G_2N_D, v_B_G_2N_D, attn_mask=self._shadow_mask, enable_gqa=True)
-
-    def _mask(self, *, query_is_real: bool, key_is_real: bool) -> torch.Tensor:
-        layout = self.layout
-        mask_BNN = visible(
-            query_is_real=torch.tensor(query_is_real),
-            query_document=layout.documents_BN[:, :, None],
-            query_position=layout.positions_BN[:, :, None],
-            key_is_real=torch.tensor(key_is_real),
-            key_document=layout.documents_BN[:, None, :],
-            key_position=layout.positions_BN[:, None, :],
-            cycle_length=layout.cycle_length,
-            history=layout.history,
-            block_attention=layout.block_attention,
-        )
-        return mask_BNN[:, None]
-
-    @cached_property
-    def _real_mask(self) -> torch.Tensor:
-        return self._mask(query_is_real=True, key_is_real=True)
-
-    @cached_property
-    def _shadow_mask(self) -> torch.Tensor:
-        own = self._mask(query_is_real=False, key_is_real=False)
         if self.layout.history == "shadow":
-            return own
-        return torch.cat((self._mask(query_is_real=False, key_is_real=True), own), dim=-1)
+            assert real_k_BGND is None and real_v_BGND is None, "Norefresh has no real stream in the parallel layers"
+            return self._by_segment(lambda backend, *streams: backend.shadow(*streams, None, None), q_BHND, k_BGND, v_BGND)
+        assert real_k_BGND is not None and real_v_BGND is not None, "Refresh reads the real stream"
+        return self._by_segment(
+            lambda backend, *streams: backend.shadow(*streams), q_BHND, k_BGND, v_BGND, real_k_BGND, real_v_BGND
+        )
+
+    @cached_property
+    def _parts(self) -> list[tuple[slice, list[tuple[slice, AttentionBackend]]]]:
+        """Rows that are alike, each with its segments and what serves them; masks are made once, for all layers."""
+        layout = self.layout
+        if layout.rows_are_alike:
+            groups = [(slice(None), layout.document_lengths[0])]
+        else:
+            groups = [(slice(row, row + 1), lengths) for row, lengths in enumerate(layout.document_lengths)]
+        return [(rows, [(part.slots, self._serve(rows, part)) for part in segments(lengths)]) for rows, lengths in groups]
+
+    def _serve(self, rows: slice, segment: Segment) -> AttentionBackend:
+        part = self.layout.part(rows, segment.slots, segment.document_lengths)
+        return _OneDocument(part) if len(segment.document_lengths) == 1 else MaskedAttention(part)
+
+    def _by_segment(self, attend: Callable[..., torch.Tensor], *streams: torch.Tensor) -> torch.Tensor:
+        rows_out = []
+        for rows, parts in self._parts:
+            out = [attend(backend, *(stream[rows, :, slots] for stream in streams)) for slots, backend in parts]
+            rows_out.append(out[0] if len(out) == 1 else torch.cat(out, dim=2))
+        return rows_out[0] if len(rows_out) == 1 else torch.cat(rows_out)

@@ -8,7 +8,7 @@ Shape legend: B rows, N slots per row, H query heads, G key-value heads, D head 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -19,16 +19,34 @@ class StreamLayout:
     """Where each slot of a microbatch stands; the same for every stream and layer."""
 
     positions_BN: torch.Tensor
-    """Position of each slot in its document, int64."""
-    documents_BN: torch.Tensor
-    """Index of each slot's document in its row, int64."""
-    one_document_per_row: bool
-    """Whether no row holds more than one document: plain causal attention then needs no mask."""
+    """Position of each slot in its document, int64. Every document starts at 0."""
+    document_lengths: tuple[tuple[int, ...], ...]
+    """Slots of each document of each row: whole cycles, and the sum of each row is N."""
     cycle_length: int
     history: str
     """`real` or `shadow`; `real` for vanilla models, which have no shadow stream."""
     block_attention: str
     """`causal` or `bidirectional`."""
+
+    def __post_init__(self) -> None:
+        rows, slots = self.positions_BN.shape
+        assert len(self.document_lengths) == rows, (len(self.document_lengths), rows)
+        assert all(sum(row) == slots for row in self.document_lengths), (self.document_lengths, slots)
+
+    @property
+    def documents_BN(self) -> torch.Tensor:
+        """Index of each slot's document in its row, int64."""
+        return (self.positions_BN == 0).cumsum(dim=1) - 1
+
+    @property
+    def rows_are_alike(self) -> bool:
+        """Whether every row holds documents of the same lengths."""
+        return len(set(self.document_lengths)) == 1
+
+    def part(self, rows: slice, slots: slice, document_lengths: tuple[int, ...]) -> StreamLayout:
+        """The layout of some rows, in which `slots` hold whole documents of these lengths."""
+        positions_BN = self.positions_BN[rows, slots]
+        return replace(self, positions_BN=positions_BN, document_lengths=(document_lengths,) * positions_BN.shape[0])
 
 
 class AttentionBackend(Protocol):

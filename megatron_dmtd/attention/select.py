@@ -5,24 +5,42 @@ from __future__ import annotations
 import torch
 
 from megatron_dmtd.attention.dense import DenseAttention
+from megatron_dmtd.attention.masked import MaskedAttention
 from megatron_dmtd.attention.protocol import AttentionBackend, StreamLayout
 from megatron_dmtd.errors import CapabilityError
 
 
+def _refuse(name: str, device: torch.device, *, required: str, remedy: str) -> CapabilityError:
+    return CapabilityError(found=f"parallel.attention_backend = {name} on {device.type}", required=required, remedy=remedy)
+
+
 def select_backend(name: str, device: torch.device) -> str:
-    """The backend that `name` (`auto`, `dense`, `flex`, `te`) means on `device`. Raises `CapabilityError` if it cannot train there."""
+    """The backend that `name` means on `device`, for training. Raises `CapabilityError` if it cannot train there."""
+    on_cpu = device.type == "cpu"
     if name == "auto":
-        return "dense"
-    if name == "dense":
-        return name
-    raise CapabilityError(
-        found=f"parallel.attention_backend = {name} on {device.type}",
-        required="a backend that is built: dense",
-        remedy="set parallel.attention_backend to auto or dense",
-    )
+        name = "dense" if on_cpu else "flex"
+    if name == "dense" and not on_cpu:
+        raise _refuse(name, device, required="a CPU, whose kernels it calls", remedy="use flex, or masked for short rows")
+    if name == "flex" and on_cpu:
+        raise _refuse(name, device, required="a GPU: torch has no backward pass of FlexAttention on a CPU", remedy="use dense")
+    if name == "te":
+        from megatron_dmtd.attention import te
+
+        te.require_transformer_engine()
+    return name
 
 
 def make_backend(name: str, layout: StreamLayout) -> AttentionBackend:
     """A backend for one microbatch. `name` comes from `select_backend`."""
-    assert name == "dense", name
-    return DenseAttention(layout)
+    if name == "dense":
+        return DenseAttention(layout)
+    if name == "masked":
+        return MaskedAttention(layout)
+    if name == "flex":
+        from megatron_dmtd.attention.flex import FlexAttention
+
+        return FlexAttention(layout)
+    assert name == "te", name
+    from megatron_dmtd.attention.te import TransformerEngineAttention
+
+    return TransformerEngineAttention(layout)

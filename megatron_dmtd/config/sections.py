@@ -97,8 +97,8 @@ class ParallelConfig:
     """Overlap the parameter gather with the forward pass; needs `distributed_optimizer` and `overlap_grad_reduce`."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recompute: none, attention cores only, or whole layers."""
-    attention_backend: Literal["auto", "dense", "flex", "te"] = "auto"
-    """Kernel of the two-stream attention. `auto`: `flex` on a GPU, `dense` on a CPU."""
+    attention_backend: Literal["auto", "dense", "masked", "flex", "te"] = "auto"
+    """Kernel of the attention. `auto`: `flex` on a GPU, `dense` on a CPU. `masked` is the slow, obvious one; `te` is Transformer Engine."""
     timeout_s: float = 600.0
     """Seconds after which a collective that has not finished is an error."""
 

@@ -155,29 +155,27 @@ class CycleModel(LanguageModule):
         self,
         tokens_BN: torch.Tensor,
         positions_BN: torch.Tensor,
-        documents_BN: torch.Tensor,
         labels_BN: torch.Tensor | None = None,
         *,
-        one_document_per_row: bool = False,
+        document_lengths: tuple[tuple[int, ...], ...],
     ) -> torch.Tensor:
         """One stage of the teacher-forced forward pass (specification, sections 1 to 5).
 
-        Every document must fill whole cycles. Returns the hidden states for the next stage [s, b, h]; on the last stage the
+        Every document must fill whole cycles; `document_lengths` are those of `Batch`. Returns the hidden states for the next stage [s, b, h]; on the last stage the
         per-slot loss [B, N] (labels given) or the logits over the vocabulary [B, N, vocab] (gathered over tensor ranks).
         """
-        streams = self._streams(positions_BN, documents_BN, one_document_per_row=one_document_per_row)
+        streams = self._streams(positions_BN, document_lengths)
         hidden_sbh, token_embedding_sbh = self._embed(tokens_BN, positions_BN, streams)
         hidden = self.decoder(hidden_sbh, streams=streams, token_embedding_sbh=token_embedding_sbh)
         if not self.stage.has_output:
             return hidden
         return self._head(hidden, labels_BN)
 
-    def _streams(self, positions_BN: torch.Tensor, documents_BN: torch.Tensor, *, one_document_per_row: bool) -> Streams:
+    def _streams(self, positions_BN: torch.Tensor, document_lengths: tuple[tuple[int, ...], ...]) -> Streams:
         cycle = self.settings.cycle
         layout = StreamLayout(
             positions_BN=positions_BN,
-            documents_BN=documents_BN,
-            one_document_per_row=one_document_per_row,
+            document_lengths=document_lengths,
             cycle_length=cycle.cycle_length,
             history="real" if cycle.is_vanilla else cycle.history,
             block_attention="causal" if cycle.is_vanilla else cycle.block_attention,
@@ -201,9 +199,7 @@ class CycleModel(LanguageModule):
             return self.embedding(tokens_BN, positions_BN), None
         if not self.stage.has_input_embedding:
             return None, self.embedding(tokens_BN, positions_BN)
-        shadow_BN = shadow_ids(
-            tokens_BN, positions_BN, cycle_length=cycle.cycle_length, mask_token_id=cycle.mask_token_id
-        )
+        shadow_BN = shadow_ids(tokens_BN, positions_BN, cycle_length=cycle.cycle_length, mask_token_id=cycle.mask_token_id)
         needs_real = streams.num_streams == 2 or self.stage.has_split
         if not needs_real:
             return self.embedding(shadow_BN, positions_BN), None

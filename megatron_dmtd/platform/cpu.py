@@ -24,7 +24,20 @@ import torch
 from megatron_dmtd.errors import CapabilityError
 
 _CPU = torch.device("cpu")
-_FACTORIES = ("arange", "empty", "empty_like", "full", "full_like", "ones", "ones_like", "rand", "randn", "tensor", "zeros", "zeros_like")
+_FACTORIES = (
+    "arange",
+    "empty",
+    "empty_like",
+    "full",
+    "full_like",
+    "ones",
+    "ones_like",
+    "rand",
+    "randn",
+    "tensor",
+    "zeros",
+    "zeros_like",
+)
 #: modules that define kernels or compile functions: a proxy in place of torch breaks them, and they hold no device calls we reach
 _NOT_PROXIED = ("megatron.core.fusions", "megatron.core.extensions", "megatron.core.jit")
 

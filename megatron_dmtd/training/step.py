@@ -35,15 +35,7 @@ class StepResult:
 
 def _forward_step(run: Run, iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
     batch = next(iterator).to(run.platform.device)
-    # Every document, and every piece of one, starts at position 0.
-    documents_BN = (batch.positions_BN == 0).cumsum(dim=1) - 1
-    output = model(
-        batch.tokens_BN,
-        batch.positions_BN,
-        documents_BN,
-        batch.labels_BN,
-        one_document_per_row=all(len(row) == 1 for row in batch.document_lengths),
-    )
+    output = model(batch.tokens_BN, batch.positions_BN, batch.labels_BN, document_lengths=batch.document_lengths)
     return output, functools.partial(_loss, batch, run.config.cycle.cycle_length)
 
 

@@ -8,9 +8,13 @@ from megatron_dmtd.errors import ConfigError
 
 
 def test_later_settings_win_and_yaml_gives_the_same_configuration_back(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("optimizer: {lr: 1.0e-3, min_lr: 1.0e-5}\nparallel: {stage_layers: [20, 8, 8], pipeline: 3}\n")
+    (tmp_path / "a.yaml").write_text(
+        "optimizer: {lr: 1.0e-3, min_lr: 1.0e-5}\nparallel: {stage_layers: [20, 8, 8], pipeline: 3}\n"
+    )
     (tmp_path / "b.yaml").write_text("optimizer: {lr: 2.0e-3}\n")
-    config = load_config(["--config", str(tmp_path / "a.yaml"), "--config", str(tmp_path / "b.yaml"), "--optimizer.min_lr", "3e-5"])
+    config = load_config(
+        ["--config", str(tmp_path / "a.yaml"), "--config", str(tmp_path / "b.yaml"), "--optimizer.min_lr", "3e-5"]
+    )
     assert (config.optimizer.lr, config.optimizer.min_lr) == (2e-3, 3e-5)
     assert config.parallel.stage_layers == (20, 8, 8)
     (tmp_path / "c.yaml").write_text(to_yaml(config))

@@ -31,7 +31,10 @@ BAD: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"data": {"seq_length": 256}}, "data.seq_length = 256, model.max_position_embeddings = 128"),
     ({"data": {"pad_token_id": 100}}, "data.pad_token_id = 100"),
     ({"data": {"seq_length": 12}, "parallel": {"tensor": 2, "sequence_parallel": True}, "cycle": {"cycle_length": 3}}, ""),
-    ({"data": {"seq_length": 9}, "parallel": {"tensor": 2, "sequence_parallel": True}, "cycle": {"cycle_length": 3}}, "over 2 ranks"),
+    (
+        {"data": {"seq_length": 9}, "parallel": {"tensor": 2, "sequence_parallel": True}, "cycle": {"cycle_length": 3}},
+        "over 2 ranks",
+    ),
     ({"optimizer": {"lr": 0.0}}, "optimizer.lr = 0.0"),
     ({"optimizer": {"min_lr": 1.0}}, "optimizer.min_lr = 1.0 above"),
     ({"optimizer": {"beta2": 1.0}}, "optimizer.beta2 = 1.0"),

@@ -31,7 +31,7 @@ CYCLE = CycleConfig(variant="bidirectional-refresh", num_parallel_layers=2, mask
 # Two rows of two documents; every document fills whole cycles.
 TOKENS_BN = torch.randint(0, 99, (2, 16), generator=torch.Generator().manual_seed(0))
 POSITIONS_BN = torch.tensor([[*range(8), *range(8)], [*range(4), *range(12)]])
-DOCUMENTS_BN = torch.tensor([[0] * 8 + [1] * 8, [0] * 4 + [1] * 12])
+DOCUMENT_LENGTHS = ((8, 8), (4, 12))
 
 
 def save_dmtd(directory, variant: str, **changes) -> DMTDQwen3ForCausalLM:
@@ -76,7 +76,7 @@ def megatron_logits(checkpoint: str, tokens_BN: torch.Tensor) -> torch.Tensor:
     run = build_run(config, platform)
     load_weights(run, checkpoint)
     with torch.no_grad():
-        return run.model(tokens_BN, POSITIONS_BN, DOCUMENTS_BN)
+        return run.model(tokens_BN, POSITIONS_BN, document_lengths=DOCUMENT_LENGTHS)
 
 
 @pytest.mark.parametrize("variant", sorted(VARIANTS))

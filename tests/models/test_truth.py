@@ -42,12 +42,13 @@ def megatron_model(config: Config, own: dict[str, torch.Tensor]) -> Any:
 
 
 @torch.no_grad()
-def megatron_logits(config: Config, own: dict[str, torch.Tensor], tokens_BN: torch.Tensor, documents: tuple[int, ...]) -> torch.Tensor:
+def megatron_logits(
+    config: Config, own: dict[str, torch.Tensor], tokens_BN: torch.Tensor, documents: tuple[int, ...]
+) -> torch.Tensor:
     """Logits [B, N, V] of rows that hold documents of these lengths."""
     model = megatron_model(config, own)
     positions = torch.cat([torch.arange(length) for length in documents]).expand_as(tokens_BN)
-    ids = torch.cat([torch.full((length,), index) for index, length in enumerate(documents)]).expand_as(tokens_BN)
-    return model(tokens_BN, positions, ids, one_document_per_row=len(documents) == 1)
+    return model(tokens_BN, positions, document_lengths=(documents,) * len(tokens_BN))
 
 
 def _hugging_face_logits(config: Config, weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
@@ -128,9 +129,8 @@ def test_a_later_token_or_another_document_changes_no_logit(variant: str) -> Non
 def _two_forwards(config: Config, own: dict[str, torch.Tensor], first: torch.Tensor, second: torch.Tensor) -> Any:
     model = megatron_model(config, own)
     positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
-    ids = torch.cat([torch.full((length,), index) for index, length in enumerate(DOCUMENTS)])[None]
     with torch.no_grad():
-        return model(first, positions, ids), model(second, positions, ids)
+        return [model(tokens, positions, document_lengths=(DOCUMENTS,)) for tokens in (first, second)]
 
 
 def _against_gpt_model(config: Config, tokens: torch.Tensor) -> tuple[dict[str, torch.Size], dict[str, torch.Size], Any, Any]:
@@ -160,7 +160,7 @@ def _against_gpt_model(config: Config, tokens: torch.Tensor) -> tuple[dict[str, 
     later = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)[None, None]
     with torch.no_grad():
         expected = gpt(tokens, positions, later)[..., : config.model.vocab_size]
-        found = ours(tokens, positions, torch.zeros_like(positions), one_document_per_row=True)
+        found = ours(tokens, positions, document_lengths=((tokens.shape[1],),) * len(tokens))
     return shapes[0], shapes[1], found, expected
 
 

@@ -21,7 +21,7 @@ def linear_flops(config: Config) -> int:
     tokens = torch.randint(0, MASK, (2, 32))
     positions = torch.arange(32).expand(2, 32)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(tokens, positions, torch.zeros_like(positions), tokens, one_document_per_row=True)
+        model(tokens, positions, tokens, document_lengths=((32,), (32,)))
     counts = counter.get_flop_counts()["Global"]
     return sum(count for operation, count in counts.items() if "mm" in str(operation))
 

@@ -62,9 +62,7 @@ def test_no_other_split_has_a_lighter_heaviest_stage() -> None:
         ((2, 1, 1), False, (0, 1)),
     ],
 )
-def test_copies_of_the_embedding_table_are_where_it_is_read(
-    stages: tuple[int, ...], tied: bool, copies: tuple[int, ...]
-) -> None:
+def test_copies_of_the_embedding_table_are_where_it_is_read(stages: tuple[int, ...], tied: bool, copies: tuple[int, ...]) -> None:
     config = tiny_config(model={"tie_word_embeddings": tied}, parallel={"pipeline": len(stages), "stage_layers": stages})
     assert place(config).table_stages == copies
 

@@ -27,9 +27,7 @@ def test_five_steps_equal_torchs_fused_adamw() -> None:
 
 
 def test_l2_mode_equals_torchs_fused_adam() -> None:
-    for ours, theirs in zip(
-        _trajectory(FusedAdam, adam_w_mode=False), _trajectory(torch.optim.Adam, fused=True), strict=True
-    ):
+    for ours, theirs in zip(_trajectory(FusedAdam, adam_w_mode=False), _trajectory(torch.optim.Adam, fused=True), strict=True):
         assert torch.equal(ours, theirs)
 
 

@@ -27,7 +27,9 @@ from megatron_dmtd.platform import prepare_megatron
 TIMEOUT_S = 240.0
 
 
-def _child(rank: int, world_size: int, store: str, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _child(
+    rank: int, world_size: int, store: str, pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     os.setsid()
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
     torch.set_num_threads(1)

@@ -1,0 +1,91 @@
+"""The te backend: Transformer Engine's attention with an arbitrary mask. The only module that imports Transformer Engine.
+
+TE serves an arbitrary mask by its unfused kernel, which makes the whole score matrix: B x H x N x 2N numbers per layer. It says so,
+and refuses rows that cannot fit; `flex` has no such limit. Not run where this project is tested (no CUDA): see
+docs/verification.md.
+
+Shape legend: B rows, N slots per row, H query heads, G key-value heads, D head width, K keys (N or 2N).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from megatron_dmtd.attention.masked import MaskedAttention
+from megatron_dmtd.attention.protocol import StreamLayout
+from megatron_dmtd.errors import CapabilityError
+
+
+def require_transformer_engine() -> None:
+    """Raise `CapabilityError` where Transformer Engine cannot serve: it needs its package and a CUDA device."""
+    missing = []
+    if importlib.util.find_spec("transformer_engine") is None:
+        missing.append("no package transformer_engine")
+    if not torch.cuda.is_available():
+        missing.append("no CUDA device")
+    if missing:
+        raise CapabilityError(
+            found="parallel.attention_backend = te with " + " and ".join(missing),
+            required="Transformer Engine on a GPU",
+            remedy="install transformer-engine[pytorch] there (or use NVIDIA's PyTorch container), or use flex or dense",
+        )
+
+
+def score_bytes(*, rows: int, heads: int, slots: int, keys: int, bytes_per_score: int) -> int:
+    """Memory of one layer's scores, softmax and mask."""
+    return rows * slots * keys * (2 * heads * bytes_per_score + 1)
+
+
+def require_memory(needed: int, available: int, *, slots: int) -> None:
+    """Raise `CapabilityError` if one layer's scores do not fit."""
+    if needed > available:
+        raise CapabilityError(
+            found=f"rows of {slots} slots, whose scores take {needed / 2**30:.1f} GiB per layer; {available / 2**30:.1f} GiB are free",
+            required="scores of one layer that fit: Transformer Engine computes an arbitrary mask without fusion",
+            remedy="use parallel.attention_backend flex, shorter rows (data.seq_length), or fewer rows per pass",
+        )
+
+
+class TransformerEngineAttention(MaskedAttention):
+    """See `protocol.AttentionBackend`. The masks are those of the masked backend."""
+
+    def real(self, q_BHND: torch.Tensor, k_BGND: torch.Tensor, v_BGND: torch.Tensor) -> torch.Tensor:
+        """Causal attention inside each document."""
+        return self._attend(q_BHND, k_BGND, v_BGND, self._real_mask)
+
+    def shadow(
+        self,
+        q_BHND: torch.Tensor,
+        k_BGND: torch.Tensor,
+        v_BGND: torch.Tensor,
+        real_k_BGND: torch.Tensor | None,
+        real_v_BGND: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Shadow queries: by the rule of the variant."""
+        if self.layout.history == "shadow":
+            return self._attend(q_BHND, k_BGND, v_BGND, self._shadow_mask)
+        assert real_k_BGND is not None and real_v_BGND is not None, "Refresh reads the real stream"
+        keys, values = torch.cat((real_k_BGND, k_BGND), dim=2), torch.cat((real_v_BGND, v_BGND), dim=2)
+        return self._attend(q_BHND, keys, values, self._shadow_mask)
+
+    def _attend(self, q_BHND: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, mask_B1NK: torch.Tensor) -> torch.Tensor:
+        from transformer_engine.pytorch import DotProductAttention
+
+        rows, heads, slots, width = q_BHND.shape
+        needed = score_bytes(rows=rows, heads=heads, slots=slots, keys=k_BGKD.shape[2], bytes_per_score=q_BHND.element_size())
+        require_memory(needed, torch.cuda.mem_get_info(q_BHND.device)[0], slots=slots)
+        attend: Any = DotProductAttention(
+            num_attention_heads=heads,
+            kv_channels=width,
+            num_gqa_groups=k_BGKD.shape[1],
+            attention_dropout=0.0,
+            qkv_format="bshd",
+            attn_mask_type="arbitrary",
+        )
+        q_BNHD, k_BKGD, v_BKGD = (x.transpose(1, 2).contiguous() for x in (q_BHND, k_BGKD, v_BGKD))
+        # In TE's masks true means hidden.
+        out = attend(q_BNHD, k_BKGD, v_BKGD, attention_mask=~mask_B1NK, attn_mask_type="arbitrary")
+        return out.view(rows, slots, heads, width).transpose(1, 2)
