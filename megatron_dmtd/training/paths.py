@@ -1,13 +1,17 @@
 """Where a run keeps its checkpoints: `DIR/step_00000100/`, and `DIR/latest`, which names the newest complete one.
 
-A step directory holds Megatron's `torch_dist` files and `config.yaml`. It is written under a hidden name and renamed when it is
-complete, so a name that matches is a checkpoint that loads. No torch.
+A step directory holds Megatron's `torch_dist` files, `config.yaml` and `checksums.sha256`. It is written under a hidden name and
+renamed when it is complete, and hidden again before it is removed, so a name that matches is a checkpoint that loads. No torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shutil
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_dmtd.errors import CheckpointError
@@ -16,7 +20,10 @@ LATEST_FILE = "latest"
 CONFIG_FILE = "config.yaml"
 #: Megatron writes this file last
 METADATA_FILE = "metadata.json"
+CHECKSUMS_FILE = "checksums.sha256"
 _STEP_NAME = re.compile(r"step_(\d{8,})")
+#: directories that are being written or removed, and the temporary files of `write_atomically`
+_LEFTOVER_NAME = re.compile(r"\.(partial|removed)-.*|\..*\.tmp")
 
 
 def step_directory_name(step: int) -> str:
@@ -25,18 +32,82 @@ def step_directory_name(step: int) -> str:
 
 
 def partial_directory_name(step: int) -> str:
-    """Name of that checkpoint while it is being written."""
-    return f".partial-{step_directory_name(step)}"
+    """A new name for that checkpoint while it is being written. No two are alike: an orphan of a killed run disturbs nobody."""
+    return f".partial-{step_directory_name(step)}-{uuid.uuid4().hex[:8]}"
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a file and wait until it is on the disk. Raises `OSError`."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(directory: Path) -> None:
+    """Wait until the names in a directory are on the disk. Raises `OSError`."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a small file that is either the old one or the new one, whatever happens."""
+    """Write a small file that is either the old one or the new one, whatever happens. Raises `OSError`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        write_durably(temporary, text.encode())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
+def _hide(directory: Path) -> Path:
+    """Rename a checkpoint so that nobody takes it for one while its files go."""
+    hidden = directory.with_name(f".removed-{directory.name}-{uuid.uuid4().hex[:8]}")
+    os.rename(directory, hidden)
+    return hidden
+
+
+def remove_checkpoint(directory: Path) -> None:
+    """Remove a step directory: a kill in between leaves no half of it under its name. Raises `OSError`."""
+    shutil.rmtree(_hide(directory))
+
+
+def publish(partial: Path, step: int) -> Path:
+    """Give a complete directory its name, in place of an older one of this step, and let `latest` name it. Raises `OSError`."""
+    run = partial.parent
+    final = run / step_directory_name(step)
+    sync_directory(partial)
+    replaced = _hide(final) if final.exists() else None
+    os.rename(partial, final)
+    sync_directory(run)
+    write_atomically(run / LATEST_FILE, final.name + "\n")
+    if replaced is not None:
+        shutil.rmtree(replaced)
+    return final
+
+
+def remove_leftovers(run: Path) -> list[str]:
+    """Remove what killed runs left half-written or half-removed; the names removed. Only while no other run uses the folder."""
+    leftovers = sorted(path for path in run.iterdir() if _LEFTOVER_NAME.fullmatch(path.name)) if run.is_dir() else []
+    for path in leftovers:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return [path.name for path in leftovers]
+
+
+def superfluous(run: Path, *, step: int, keep_last: int, keep_every: int) -> list[Path]:
+    """The checkpoints up to `step` that a run need not keep. Later ones, of a run that was set back, are not its to remove."""
+    if keep_last == 0:
+        return []
+    older = [directory for directory in step_directories(run) if (step_of(directory) or 0) <= step]
+    kept_for_ever = {d for d in older if keep_every and (step_of(d) or 0) % keep_every == 0}
+    return [directory for directory in older[:-keep_last] if directory not in kept_for_ever]
 
 
 def step_of(directory: Path) -> int | None:
