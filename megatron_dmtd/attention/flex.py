@@ -1,8 +1,8 @@
 """The flex backend: FlexAttention with a block mask from the visibility rule. The training backend of GPUs.
 
-The kernel skips blocks in which nothing is visible, so its work and memory follow what is seen; nothing of size N x N is made. The
-block masks of a layout are made once, on the device, and serve all layers of the microbatch. On a CPU the forward pass runs, and
-its masks are tested there; torch has no backward pass of it on a CPU.
+The kernel skips blocks in which nothing is visible, so its work and memory follow what is seen; nothing of size N x N is made.
+The block masks of a layout are made once, on the device, and serve all layers of the microbatch. On a CPU the forward pass
+runs, and its masks are tested there; torch has no backward pass of it on a CPU.
 
 Shape legend: B rows, N slots per row, H query heads, G key-value heads, D head width, K keys (N or 2N).
 """

@@ -1,14 +1,15 @@
 """Attention of one document's shadow stream in chunks, without a mask over the whole document.
 
-A chunk of queries sees every history key before the chunk, with no mask, and what lies inside the chunk by a small mask that is the
-same for every chunk: chunks begin with a cycle, and visibility depends on cycles alone. The two partial results are merged by their
-log-sum-exp (Milakov and Gimelshein 2018; Dao et al. 2022). The backward kernel needs only the merged output and log-sum-exp to give
-each part its exact gradient, so it is called once per part. Memory grows with the document's length, not with its square.
+A chunk of queries sees every history key before the chunk, with no mask, and what lies inside the chunk by a small mask that is
+the same for every chunk: chunks begin with a cycle, and visibility depends on cycles alone. The two partial results are merged
+by their log-sum-exp (Milakov and Gimelshein 2018; Dao et al. 2022). The backward kernel needs only the merged output and log-
+sum-exp to give each part its exact gradient, so it is called once per part. Memory grows with the document's length, not with
+its square.
 
 CPU only: it calls the kernels under torch's scaled-dot-product attention there, which return the log-sum-exp.
 
-Shape legend: B rows, G key-value heads, R query heads per key-value head, N slots, D head width, L slots of one chunk, K keys of one
-chunk's diagonal (L, or 2L for Refresh).
+Shape legend: B rows, G key-value heads, R query heads per key-value head, N slots, D head width, L slots of one chunk, K keys
+of one chunk's diagonal (L, or 2L for Refresh).
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Any) -> Any:  # type: ignore[override]
         q, k, v, own_k, own_v, out, lse = ctx.saved_tensors
-        grads = [torch.zeros_like(x) if x is not None else None for x in (q, k, v, own_k, own_v)]
+        grads: list[Any] = [torch.zeros_like(x) if x is not None else None for x in (q, k, v, own_k, own_v)]
         grad_q, grad_k, grad_v, grad_own_k, grad_own_v = grads
         for chunk in _chunks(q.shape[3], ctx.rule["cycle_length"]):
             query, saved = _folded(q, chunk), (_folded(out, chunk), _folded(lse, chunk), 0.0, False)

@@ -1,7 +1,7 @@
 """The te backend: Transformer Engine's attention with an arbitrary mask. The only module that imports Transformer Engine.
 
-TE serves an arbitrary mask by its unfused kernel, which makes the whole score matrix: B x H x N x 2N numbers per layer. It says so,
-and refuses rows that cannot fit; `flex` has no such limit. Not run where this project is tested (no CUDA): see
+TE serves an arbitrary mask by its unfused kernel, which makes the whole score matrix: B x H x N x 2N numbers per layer. It says
+so, and refuses rows that cannot fit; `flex` has no such limit. Not run where this project is tested (no CUDA): see
 docs/verification.md.
 
 Shape legend: B rows, N slots per row, H query heads, G key-value heads, D head width, K keys (N or 2N).
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from megatron_dmtd.attention.masked import MaskedAttention
-from megatron_dmtd.attention.protocol import StreamLayout
 from megatron_dmtd.errors import CapabilityError
 
 
@@ -43,7 +42,8 @@ def require_memory(needed: int, available: int, *, slots: int) -> None:
     """Raise `CapabilityError` if one layer's scores do not fit."""
     if needed > available:
         raise CapabilityError(
-            found=f"rows of {slots} slots, whose scores take {needed / 2**30:.1f} GiB per layer; {available / 2**30:.1f} GiB are free",
+            found=f"rows of {slots} slots, whose scores take {needed / 2**30:.1f} GiB per layer; "
+            f"{available / 2**30:.1f} GiB are free",
             required="scores of one layer that fit: Transformer Engine computes an arbitrary mask without fusion",
             remedy="use parallel.attention_backend flex, shorter rows (data.seq_length), or fewer rows per pass",
         )

@@ -22,22 +22,22 @@ from megatron_dmtd.errors import ConfigError
 jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
+def _sections() -> dict[str, Any]:
+    """The dataclass of each section, by name."""
+    return {section.name: section.default_factory for section in dataclasses.fields(Config)}
+
+
 def known_keys() -> list[str]:
     """Every dotted key of the configuration, such as `optimizer.lr`."""
-    keys = []
-    for section in dataclasses.fields(Config):
-        section_type = section.default_factory
-        assert isinstance(section_type, type), section.name
-        keys += [f"{section.name}.{item.name}" for item in dataclasses.fields(section_type)]
-    return keys
+    return [f"{name}.{item.name}" for name, section in _sections().items() for item in dataclasses.fields(section)]
 
 
 def make_parser(*, description: str, prog: str | None = None) -> jsonargparse.ArgumentParser:
     """A parser of `--config FILE` and of one `--section.field` per configuration field."""
     parser = jsonargparse.ArgumentParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file of settings; may be given more than once, later ones win")
-    for section in dataclasses.fields(Config):
-        parser.add_class_arguments(section.default_factory, section.name)
+    for name, section in _sections().items():
+        parser.add_class_arguments(section, name)
     return parser
 
 
@@ -72,12 +72,9 @@ def _as_config_error(error: Exception) -> ConfigError:
 def to_config(namespace: Any) -> Config:
     """The sections of a parsed namespace as a `Config`."""
     sections = {}
-    for section in dataclasses.fields(Config):
-        values = namespace[section.name].as_dict()
-        for item in dataclasses.fields(section.default_factory):
-            if isinstance(values[item.name], list):
-                values[item.name] = tuple(values[item.name])
-        sections[section.name] = section.default_factory(**values)
+    for name, section in _sections().items():
+        values = namespace[name].as_dict()
+        sections[name] = section(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
     return Config(**sections)
 
 

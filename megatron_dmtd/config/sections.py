@@ -98,7 +98,8 @@ class ParallelConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recompute: none, attention cores only, or whole layers."""
     attention_backend: Literal["auto", "dense", "masked", "flex", "te"] = "auto"
-    """Kernel of the attention. `auto`: `flex` on a GPU, `dense` on a CPU. `masked` is the slow, obvious one; `te` is Transformer Engine."""
+    """Kernel of the attention. `auto`: `flex` on a GPU, `dense` on a CPU. `masked` is the slow, obvious one, `te` Transformer
+    Engine's."""
     timeout_s: float = 600.0
     """Seconds after which a collective that has not finished is an error."""
 
@@ -169,6 +170,11 @@ class TrainingConfig:
     """Global batches per evaluation. 0: all of the held-out corpus."""
     deterministic: bool = True
     """Refuse kernels that are not reproducible, where torch can tell."""
+    max_bad_steps: int = 0
+    """Steps of the whole run that may be skipped because their loss or gradient is not finite. One more stops the run."""
+    watchdog_s: float = 300.0
+    """Seconds without progress after which a rank names the stalled ones and ends the job. 0: never. Useful only below
+    `parallel.timeout_s`, and above the longest step, the first one's compilation included."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,9 +186,13 @@ class CheckpointConfig:
     interval: int = 500
     """Steps between saves; the last step is always saved. 0: only the last."""
     keep_last: int = 3
-    """Checkpoints kept; 0 keeps all."""
+    """Newest checkpoints kept; 0 keeps all."""
+    keep_every: int = 0
+    """Checkpoints of steps that this number divides are kept for ever. 0: none beside the newest."""
+    asynchronous: bool = True
+    """Write in the background: training waits for a copy of the state only, which takes as much host memory as the checkpoint."""
     resume: bool = True
-    """Continue from the newest complete checkpoint in `dir`, if there is one."""
+    """Continue from the checkpoint that `latest` in `dir` names, if there is one. False: `dir` must hold none."""
     init_from: str = ""
     """A checkpoint whose model weights, and nothing else, start a new run. Empty: random weights."""
 
@@ -203,6 +213,8 @@ class LoggingConfig:
     """Peak TFLOP/s of one device, for MFU. 0: MFU is not reported."""
     progress: bool = True
     """Progress bar on rank 0's terminal."""
+    spike_deviations: float = 6.0
+    """A loss this many standard deviations above the mean of the last 64 is logged as a spike. 0: spikes are not looked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

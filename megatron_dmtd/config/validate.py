@@ -223,9 +223,13 @@ def _validate_optimizer(config: Config) -> None:
 def _validate_training(config: Config) -> None:
     training = config.training
     _require_positive("training", {name: getattr(training, name) for name in ("steps", "micro_batch_size", "global_batch_size")})
-    _require_not_negative("training", {name: getattr(training, name) for name in ("eval_interval", "eval_batches", "seed")})
-    _require_not_negative("checkpoint", {"interval": config.checkpoint.interval, "keep_last": config.checkpoint.keep_last})
+    names = ("eval_interval", "eval_batches", "seed", "max_bad_steps", "watchdog_s")
+    _require_not_negative("training", {name: getattr(training, name) for name in names})
+    _require_not_negative(
+        "checkpoint", {name: getattr(config.checkpoint, name) for name in ("interval", "keep_last", "keep_every")}
+    )
     _require_positive("logging", {"interval": config.logging.interval})
+    _require_not_negative("logging", {"spike_deviations": config.logging.spike_deviations})
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:

@@ -45,7 +45,7 @@ class CycleBlock(TransformerBlock):
         )
         assert [layer.layer_number - 1 for layer in self.layers] == list(stage.layers), "Megatron numbers the layers otherwise"
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         hidden_sbh: torch.Tensor | None,
         *,

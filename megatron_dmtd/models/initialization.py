@@ -1,7 +1,7 @@
 """Initial weights that are a function of the seed and the parameter's name alone.
 
-Every layout of tensor, pipeline and data parallelism starts from the same model, bit for bit: each parameter's full matrix is drawn
-from a generator seeded by (seed, global name), and each rank keeps its part.
+Every layout of tensor, pipeline and data parallelism starts from the same model, bit for bit: each parameter's full matrix is
+drawn from a generator seeded by (seed, global name), and each rank keeps its part.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def initialize_weights(model: CycleModel, *, seed: int) -> None:
             parameter.fill_(1.0)
             continue
         name = global_name(local, model)
-        dim = parameter.partition_dim  # type: ignore[attr-defined]
+        dim = parameter.partition_dim
         shape = list(parameter.shape)
         shape[dim] *= size
         matrix = _full_matrix(name, tuple(shape), seed=seed, model=model.settings.model)

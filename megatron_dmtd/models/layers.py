@@ -57,7 +57,7 @@ class ShadowQueryAttention(SelfAttention):
 class LastParallelLayer(TransformerLayer):
     """The last parallel layer of a Refresh model: two streams in, the shadow stream out."""
 
-    def _forward_attention(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def _forward_attention(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
         attended = self.self_attention(
             self.input_layernorm(hidden_states),
             attention_mask=None,

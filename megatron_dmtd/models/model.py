@@ -67,7 +67,7 @@ class CycleModel(LanguageModule):
         self.rotary_pos_emb = RotaryEmbedding(
             kv_channels=model.head_dim,
             rotary_percent=1.0,
-            rotary_base=model.rope_theta,  # type: ignore[arg-type]
+            rotary_base=model.rope_theta,
             use_cpu_initialization=self.config.use_cpu_initialization,
             cp_group=groups.cp,
         )
@@ -102,7 +102,7 @@ class CycleModel(LanguageModule):
         return len(self.placement.table_stages) > 1 or self.placement.tied
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
-        """This stage's copy of the embedding table, if it holds one."""
+        """The stage's copy of the embedding table, if it holds one."""
         if self.stage.has_embedding:
             return self.embedding.word_embeddings.weight
         if self.stage.has_output and self.placement.tied:
@@ -161,8 +161,9 @@ class CycleModel(LanguageModule):
     ) -> torch.Tensor:
         """One stage of the teacher-forced forward pass (specification, sections 1 to 5).
 
-        Every document must fill whole cycles; `document_lengths` are those of `Batch`. Returns the hidden states for the next stage [s, b, h]; on the last stage the
-        per-slot loss [B, N] (labels given) or the logits over the vocabulary [B, N, vocab] (gathered over tensor ranks).
+        Every document must fill whole cycles; `document_lengths` are those of `Batch`. Returns the hidden states for the next
+        stage [s, b, h]; on the last stage the per-slot loss [B, N] (labels given) or the logits over the vocabulary
+        [B, N, vocab] (gathered over tensor ranks).
         """
         streams = self._streams(positions_BN, document_lengths)
         hidden_sbh, token_embedding_sbh = self._embed(tokens_BN, positions_BN, streams)

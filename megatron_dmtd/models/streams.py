@@ -1,8 +1,8 @@
 """The streams of one microbatch, as they pass through Megatron's layers.
 
-Megatron's hidden states are [s, b, h]. Real and shadow streams stand side by side along b: rows 0 to B-1 are real, rows B to 2B-1
-are shadow. So each weight is read once for both, every token-wise module and every kind of sequence splitting works unchanged, and
-s is N in every layer; only attention tells the streams apart.
+Megatron's hidden states are [s, b, h]. Real and shadow streams stand side by side along b: rows 0 to B-1 are real, rows B to
+2B-1 are shadow. So each weight is read once for both, every token-wise module and every kind of sequence splitting works
+unchanged, and s is N in every layer; only attention tells the streams apart.
 
 Shape legend: B rows, N slots per row, R rotary width.
 """

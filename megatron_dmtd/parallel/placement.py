@@ -1,7 +1,7 @@
 """Which layers and embedding copies live on which pipeline stage, as data.
 
-No torch: `tools/plan.py` reads this without starting anything. Stage balance uses the cost of a layer in streams: a parallel layer
-of a Refresh model carries two token streams (real and shadow), every other layer one.
+No torch: `tools/plan.py` reads this without starting anything. Stage balance uses the cost of a layer in streams: a parallel
+layer of a Refresh model carries two token streams (real and shadow), every other layer one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Placement:
 
     @property
     def table_stages(self) -> tuple[int, ...]:
-        """Stages that hold a copy of the embedding table, as input, at the split, or as tied head: their copies are kept equal."""
+        """Stages with a copy of the embedding table: as input, at the split, or as tied head. The copies are kept equal."""
         return tuple(stage.index for stage in self.stages if stage.has_embedding or (self.tied and stage.has_output))
 
 
@@ -85,7 +85,7 @@ def _spread(costs: list[float], stages: int) -> list[int]:
     prefix = [0.0]
     for cost in costs:
         prefix.append(prefix[-1] + cost)
-    best = {(0, 0): (0.0, [])}
+    best: dict[tuple[int, int], tuple[float, list[int]]] = {(0, 0): (0.0, [])}
     for stage in range(1, stages + 1):
         for end in range(stage, total - (stages - stage) + 1):
             options = [

@@ -42,7 +42,7 @@ class Run:
 
 
 def build_model(config: Config, platform: Platform) -> CycleModel:
-    """This rank's stage on its device, with initial weights that do not depend on the layout."""
+    """The rank's stage on its device, with initial weights that do not depend on the layout."""
     backend = select_backend(config.parallel.attention_backend, platform.device)
     model = CycleModel(config, transformer_config(config, on_cuda=platform.is_cuda), place(config), backend=backend)
     initialize_weights(model, seed=config.training.seed)

@@ -1,7 +1,7 @@
 """Every backend gives the attention that the specification writes, computed slot by slot.
 
-Levels: float64 rounding for masked and dense, forward and backward; fp32 tolerance for FlexAttention, whose forward alone runs on a
-CPU. The Transformer Engine backend runs on GPUs only: here its refusals are tested.
+Levels: float64 rounding for masked and dense, forward and backward; fp32 tolerance for FlexAttention, whose forward alone runs
+on a CPU. The Transformer Engine backend runs on GPUs only: here its refusals are tested.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def test_transformer_engine_refuses_rows_whose_scores_do_not_fit() -> None:
     needed = te_backend.score_bytes(rows=1, heads=32, slots=4096, keys=8192, bytes_per_score=2)
     assert needed == 4096 * 8192 * 129
     te_backend.require_memory(needed, needed, slots=4096)
-    with pytest.raises(CapabilityError, match="rows of 4096 slots, whose scores take 4.0 GiB per layer; 1.0 GiB are free"):
+    with pytest.raises(CapabilityError, match=r"rows of 4096 slots, whose scores take 4.0 GiB per layer; 1.0 GiB are free"):
         te_backend.require_memory(needed, 2**30, slots=4096)
 
 

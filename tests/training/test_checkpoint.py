@@ -69,7 +69,7 @@ def test_resuming_twice_is_bitwise_the_uninterrupted_run(
     parts = [run_ranks(world_size, train_to, resumed, steps) for steps in (2, 4, 6)]
     assert [part[0][2] for part in parts] == [0, 2, 4]
     for rank in range(world_size):
-        assert sum((part[rank][0] for part in parts), []) == whole[rank][0]
+        assert [loss for part in parts for loss in part[rank][0]] == whole[rank][0]
         _assert_bitwise(parts[-1][rank][1], whole[rank][1])
 
 
@@ -121,12 +121,12 @@ def test_a_checkpoint_of_another_model_or_method_is_refused_field_by_field(corpu
     run_ranks(1, train_to, config, 1)
     directory = paths.find_step_directory(tmp_path / "run")
     check_resumable(config, directory)
-    with pytest.raises(CheckpointError, match="model.intermediate_size = 48 in the checkpoint, 64 in this run"):
+    with pytest.raises(CheckpointError, match=r"model\.intermediate_size = 48 in the checkpoint, 64 in this run"):
         check_resumable(with_settings(config, model={"intermediate_size": 64}), directory)
-    with pytest.raises(CheckpointError, match="cycle.variant = bidirectional-refresh in the checkpoint, causal-refresh"):
+    with pytest.raises(CheckpointError, match=r"cycle\.variant = bidirectional-refresh in the checkpoint, causal-refresh"):
         check_resumable(with_settings(config, cycle={"variant": "causal-refresh"}), directory)
     check_weights(with_settings(config, cycle={"variant": "causal-refresh"}), directory)
-    with pytest.raises(CheckpointError, match="model.num_layers = 4 in the checkpoint, 5"):
+    with pytest.raises(CheckpointError, match=r"model\.num_layers = 4 in the checkpoint, 5"):
         check_weights(with_settings(config, model={"num_layers": 5}), directory)
 
 
