@@ -1,0 +1,133 @@
+"""Continue held-out prompts with the exported models, in cycles and in the ordinary way, and measure both.
+
+Both models run in this process, on the same device and threads, by transformers' `generate`, greedily, one prompt at a time, and
+take turns: what changes on the machine meanwhile changes both.
+
+Shape legend: N tokens of prompt and continuation, n of the continuation, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from megatron_dmtd.data.token_file import TokenFile
+from megatron_dmtd.errors import DataError
+from megatron_dmtd.platform import Platform
+from megatron_dmtd.quickstart.plan import DMTD, MODELS, Plan
+
+PROMPT_TOKENS = 62  # ends inside a cycle of four, as most prompts do
+
+
+def heldout_prompts(prefix: str, *, count: int, num_tokens: int = PROMPT_TOKENS) -> list[list[int]]:
+    """The beginnings of the first `count` held-out documents that are longer than that. Raises `DataError` if there are fewer."""
+    file = TokenFile(prefix)
+    long_enough = [index for index, length in enumerate(file.document_lengths_D) if length > num_tokens]
+    if len(long_enough) < count:
+        raise DataError(
+            found=f"{len(long_enough)} held-out documents of more than {num_tokens} tokens in {prefix}",
+            required=f"{count}, to continue their beginnings",
+            remedy="give more documents, or longer ones",
+        )
+    return [file.read(index, 0, num_tokens).tolist() for index in long_enough[:count]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decoder:
+    """An exported model as any user of transformers loads it."""
+
+    model: Any
+    tokenizer: Any
+    platform: Platform
+
+
+def load(directory: Path, platform: Platform) -> Decoder:
+    """The model in `directory`, and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import megatron_dmtd.hf  # noqa: F401 - registers the DMTD models
+
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = model.to(platform.device).eval()
+    return Decoder(model=model, tokenizer=AutoTokenizer.from_pretrained(directory), platform=platform)
+
+
+def generate(decoder: Decoder, prompt: list[int], *, new_tokens: int) -> tuple[list[int], float]:
+    """Exactly `new_tokens` greedy tokens after `prompt`, and the seconds they took."""
+    ids = torch.tensor([prompt], device=decoder.platform.device)
+    decoder.platform.synchronize()
+    started = time.perf_counter()
+    output = decoder.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        # forbids EOS, so that both models decode the same number of tokens
+        min_new_tokens=new_tokens,
+        max_new_tokens=new_tokens,
+        eos_token_id=decoder.tokenizer.eos_token_id,
+        pad_token_id=decoder.tokenizer.pad_token_id,
+    )
+    decoder.platform.synchronize()
+    return output[0, len(prompt) :].tolist(), time.perf_counter() - started
+
+
+@torch.inference_mode()
+def agreement(decoder: Decoder, prompt: list[int], continuation: list[int]) -> int:
+    """How many decoded tokens are also the best ones of a single teacher-forced forward pass, EOS left out as in decoding."""
+    ids_1N = torch.tensor([prompt + continuation], device=decoder.platform.device)
+    logits_nV = decoder.model(input_ids=ids_1N).logits[0, len(prompt) - 1 : -1]
+    logits_nV[:, decoder.tokenizer.eos_token_id] = -torch.inf
+    return int((logits_nV.argmax(dim=-1).cpu() == torch.tensor(continuation)).sum())
+
+
+def _time(decoders: dict[str, Decoder], prompt: list[int], plan: Plan, bar: tqdm) -> dict[str, list[float]]:
+    """Tokens per second of each timed decoding, by model."""
+    rates: dict[str, list[float]] = {name: [] for name in decoders}
+    for run in range(plan.timed_runs + 1):
+        for name, decoder in decoders.items():
+            _, seconds = generate(decoder, prompt, new_tokens=plan.new_tokens)
+            if run > 0:  # the first one warms up
+                rates[name].append(plan.new_tokens / seconds)
+            bar.update()
+    return rates
+
+
+def _continue(decoder: Decoder, prompts: list[list[int]], plan: Plan, bar: tqdm) -> dict[str, Any]:
+    texts, agreeing = [], 0
+    for prompt in prompts:
+        ids, _ = generate(decoder, prompt, new_tokens=plan.new_tokens)
+        texts.append(decoder.tokenizer.decode(ids))
+        agreeing += agreement(decoder, prompt, ids)
+        bar.update()
+    return {"continuations": texts, "agreeing": agreeing, "parameters": decoder.model.num_parameters()}
+
+
+def decode_all(plan: Plan, platform: Platform, *, output: Path) -> None:
+    """Measure and continue, and write `output` (JSON)."""
+    torch.set_num_threads(plan.machine.num_cores)
+    prompts = heldout_prompts(plan.heldout_prefix, count=plan.prompts)
+    decoders = {name: load(plan.export_directory(name), platform) for name in MODELS}
+    total = len(MODELS) * (plan.timed_runs + 1 + len(prompts))
+    with tqdm(total=total, unit="run", desc="  decoding", dynamic_ncols=True) as bar:
+        rates = _time(decoders, prompts[0], plan, bar)
+        models = {name: _continue(decoder, prompts, plan, bar) for name, decoder in decoders.items()}
+    for name in MODELS:
+        models[name] |= {"tokens_per_s": statistics.median(rates[name]), "tokens_per_s_runs": rates[name]}
+    record = {
+        "prompts": [decoders[DMTD].tokenizer.decode(prompt) for prompt in prompts],
+        "prompt_tokens": PROMPT_TOKENS,
+        "new_tokens": plan.new_tokens,
+        "device": platform.describe(),
+        "models": models,
+    }
+    temporary = output.with_suffix(".tmp")
+    temporary.write_text(json.dumps(record, indent=2) + "\n")
+    os.replace(temporary, output)

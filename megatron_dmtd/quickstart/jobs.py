@@ -1,0 +1,144 @@
+"""The parts of the quickstart, in order."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from megatron_dmtd.conversion.convert import export_hf
+from megatron_dmtd.platform import Platform, current_platform
+from megatron_dmtd.quickstart.decode import decode_all
+from megatron_dmtd.quickstart.parts import Part, Parts, run_command
+from megatron_dmtd.quickstart.plan import DMTD, MODELS, Machine, Plan
+from megatron_dmtd.quickstart.report import write_report
+from megatron_dmtd.training.log import METRICS_FILE, read_metrics
+
+
+def this_machine() -> tuple[Machine, Platform]:
+    """What there is to run on."""
+    platform = current_platform()
+    num_gpus = torch.accelerator.device_count() if platform.is_cuda else 0
+    return Machine(num_gpus=num_gpus, num_cores=len(os.sched_getaffinity(0))), platform
+
+
+def _run_tool(plan: Plan, name: str, options: Sequence[str]) -> None:
+    """Run a command of tools/, with its output in DIR/data/NAME.log and its own percentage, where it prints one, as a bar."""
+    log = plan.directory / "data" / f"{name}.log"
+    with tqdm(total=100, desc=f"  {name}", bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}", dynamic_ncols=True) as bar:
+
+        def watch() -> None:
+            found = re.findall(r"(\d+)%\|", log.read_text(errors="replace")[-4000:])
+            bar.update((int(found[-1]) if found else 0) - bar.n)
+            bar.refresh()
+
+        log.unlink(missing_ok=True)
+        command = [sys.executable, f"tools/{name}.py", "--input", *plan.inputs, *options]
+        run_command(command, log=log, cwd=plan.root, environment=os.environ, watch=watch)
+        bar.update(100 - bar.n)
+
+
+def _train_tokenizer(plan: Plan) -> None:
+    """The vocabulary is that of the recipes; a small corpus gives fewer tokens, whose rows then stay unused."""
+    size = plan.config(DMTD).model.vocab_size
+    options = ["--vocab-size", str(size), "--heldout-fraction", str(plan.heldout_fraction)]
+    _run_tool(plan, "train_tokenizer", [*options, "--output", str(plan.tokenizer), "--overwrite"])
+
+
+def _preprocess(plan: Plan) -> None:
+    prefix = plan.train_prefix.removesuffix("-train")
+    options = ["--tokenizer", str(plan.tokenizer), "--heldout-fraction", str(plan.heldout_fraction)]
+    _run_tool(plan, "preprocess", [*options, "--output", prefix, "--overwrite"])
+
+
+def _watcher(metrics: Path, bar: tqdm) -> Callable[[], None]:
+    """Moves `bar` to the last step that `metrics` holds."""
+
+    def watch() -> None:
+        records = [record for record in read_metrics(metrics) if "loss" in record] if metrics.is_file() else []
+        if records:
+            bar.set_postfix(loss=f"{records[-1]['loss']:.3f}", refresh=False)
+            bar.update(records[-1]["step"] - bar.n)
+        bar.refresh()
+
+    return watch
+
+
+def _train(plan: Plan, model: str) -> None:
+    run = plan.run_directory(model)
+    steps = plan.config(model).training.steps
+    with tqdm(total=steps, unit="step", desc=f"  {model}", dynamic_ncols=True) as bar:
+        run_command(
+            plan.train_command(model),
+            log=run / "train.log",
+            cwd=plan.root,
+            environment=plan.train_environment(),
+            watch=_watcher(run / METRICS_FILE, bar),
+        )
+
+
+def _export(plan: Plan, model: str) -> None:
+    shutil.rmtree(plan.export_directory(model), ignore_errors=True)  # of an earlier try; an export is whole or absent
+    export_hf(plan.run_directory(model) / "checkpoints", plan.export_directory(model))
+
+
+def parts(plan: Plan, platform: Platform) -> list[Part]:
+    """Everything but the report."""
+    data = plan.data_inputs()
+    prefixes = (plan.train_prefix, plan.heldout_prefix)
+    tokens = tuple(Path(prefix + suffix) for prefix in prefixes for suffix in (".bin", ".idx", ".json"))
+    trainings = [
+        Part(
+            name=f"train {model}",
+            inputs=plan.train_inputs(model),
+            outputs=(plan.run_directory(model),),
+            work=partial(_train, plan, model),
+        )
+        for model in MODELS
+    ]
+    exports = [
+        Part(
+            name=f"export {model}",
+            inputs=plan.train_inputs(model),
+            outputs=(plan.export_directory(model),),
+            work=partial(_export, plan, model),
+        )
+        for model in MODELS
+    ]
+    decoding = plan.directory / "decoding.json"
+    return [
+        Part(name="tokenizer", inputs=data, outputs=(plan.tokenizer,), work=partial(_train_tokenizer, plan)),
+        Part(name="token files", inputs=data, outputs=tokens, work=partial(_preprocess, plan)),
+        *trainings,
+        *exports,
+        Part(
+            name="decoding",
+            inputs=plan.decoding_inputs(),
+            outputs=(decoding,),
+            work=partial(decode_all, plan, platform, output=decoding),
+        ),
+    ]
+
+
+def run_quickstart(plan: Plan, platform: Platform, *, say: Callable[[str], None] = print) -> str:
+    """Do what is not done yet, write the report, and return it. Raises `DMTDError`s for what the user can mend."""
+    for model in MODELS:
+        plan.config(model)  # refuses before any work
+    started = time.monotonic()
+    plan.directory.mkdir(parents=True, exist_ok=True)
+    done = Parts(plan.directory, say=say)
+    jobs = parts(plan, platform)
+    seconds = {}
+    for number, part in enumerate(jobs, start=1):
+        say(f"[{number}/{len(jobs)}] {part.name}")
+        seconds[part.name] = done.run(part)
+    say(f"finished in {time.monotonic() - started:.0f} s")
+    return write_report(plan, seconds)

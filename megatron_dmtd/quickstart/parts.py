@@ -1,0 +1,129 @@
+"""Parts of a longer job that are done once: finished ones are reused, interrupted ones go on, outdated ones are made anew.
+
+A part has a stamp, `DIR/.parts/NAME.json`, with what it was made from and whether it finished. It knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dmtd.errors import DMTDError
+
+
+class PartError(DMTDError):
+    """A part of a longer job that did not finish."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One part."""
+
+    name: str
+    """Its name: of the stamp, and in messages."""
+    inputs: Mapping[str, Any]
+    """What decides its result, as JSON values; for a part that reads another's output, that one's inputs too."""
+    outputs: tuple[Path, ...]
+    """Files and folders that it makes."""
+    work: Callable[[], None]
+    """Makes the outputs; where an interrupted one left some of them, goes on from these or replaces them."""
+
+
+class Parts:
+    """The parts of one folder."""
+
+    def __init__(self, directory: Path, *, say: Callable[[str], None]) -> None:
+        self._stamps = directory / ".parts"
+        self._say = say
+
+    def run(self, part: Part) -> float:
+        """Do `part`, unless it is finished. Returns the seconds that it took, now or when it was done."""
+        stamp = self._read(part)
+        inputs = json.loads(json.dumps(part.inputs))
+        if stamp.get("inputs") != inputs:
+            self._remove(part)
+        elif stamp["finished"] and all(path.exists() for path in part.outputs):
+            self._say(f"{part.name}: done before")
+            return float(stamp["seconds"])
+        self._say(part.name)
+        spent = float(stamp["seconds"]) if stamp.get("inputs") == inputs and not stamp["finished"] else 0.0
+        self._write(part, {"inputs": inputs, "finished": False, "seconds": spent})
+        started = time.monotonic()
+        try:
+            part.work()
+        finally:
+            spent += time.monotonic() - started
+            self._write(part, {"inputs": inputs, "finished": False, "seconds": spent})
+        missing = [str(path) for path in part.outputs if not path.exists()]
+        assert not missing, f"{part.name} ended without {missing}"
+        self._write(part, {"inputs": inputs, "finished": True, "seconds": spent})
+        return spent
+
+    def _path(self, part: Part) -> Path:
+        return self._stamps / f"{part.name.replace(' ', '-')}.json"
+
+    def _read(self, part: Part) -> dict[str, Any]:
+        try:
+            stamp = json.loads(self._path(part).read_text())
+        except (FileNotFoundError, ValueError):
+            return {}  # never begun, or a torn stamp: made anew
+        return stamp if {"inputs", "finished", "seconds"} <= stamp.keys() else {}
+
+    def _write(self, part: Part, stamp: Mapping[str, Any]) -> None:
+        path = self._path(part)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(stamp, indent=2) + "\n")
+        os.replace(temporary, path)
+
+    def _remove(self, part: Part) -> None:
+        for path in part.outputs:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def run_command(
+    command: Sequence[str],
+    *,
+    log: Path,
+    cwd: Path,
+    environment: Mapping[str, str],
+    watch: Callable[[], None] = lambda: None,
+    poll_s: float = 0.5,
+) -> None:
+    """Run a command with its output appended to `log`, calling `watch` while it runs.
+
+    Raises `PartError` with the end of the log if it fails. If we are interrupted, the command is ended with us.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as stream:
+        stream.write("$ " + " ".join(command) + "\n")
+        stream.flush()
+        process = subprocess.Popen(
+            list(command), stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, cwd=cwd, env=dict(environment)
+        )
+        try:
+            while process.poll() is None:
+                watch()
+                time.sleep(poll_s)
+            watch()
+        finally:
+            if process.poll() is None:
+                process.terminate()  # torchrun passes it on to its ranks
+                process.wait()
+    if process.returncode != 0:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+        raise PartError(
+            found=f"exit status {process.returncode} of {' '.join(command)}\n{tail}",
+            required="exit status 0",
+            remedy=f"read {log}, whose last lines stand above; run the quickstart again to go on from here",
+        )

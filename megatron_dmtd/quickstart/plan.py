@@ -1,0 +1,149 @@
+"""What the quickstart runs, where it puts it, and how it is spread over this machine. No torch: plain data.
+
+Everything lies in one folder: `tokenizer/`, `data/`, one folder per model (`metrics.jsonl`, `checkpoints/`, `train.log`,
+`export/`), `decoding.json`, and the report.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dmtd.config import Config, from_yaml, to_dict, validate
+
+#: the model and its control; also the names of their recipes
+DMTD, CONTROL = "bidirectional-refresh", "vanilla"
+MODELS = (DMTD, CONTROL)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What this machine offers."""
+
+    num_gpus: int
+    num_cores: int
+
+    @property
+    def num_processes(self) -> int:
+        """Two processes, one per pipeline stage; one where there is one GPU."""
+        return min(2, self.num_gpus) if self.num_gpus else 2
+
+    @property
+    def threads_per_process(self) -> int:
+        """Threads of each training process."""
+        return max(1, self.num_cores // self.num_processes)
+
+    def describe(self) -> str:
+        """In words."""
+        return f"{self.num_gpus} GPU(s)" if self.num_gpus else f"{self.num_cores} CPU core(s)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """One quickstart."""
+
+    root: Path
+    """The repository."""
+    directory: Path
+    """Where everything goes."""
+    machine: Machine
+    inputs: tuple[str, ...] = ("stdlib",)
+    """Documents, as tools/preprocess.py takes them."""
+    heldout_fraction: float = 0.02
+    """Share of the documents that neither the tokenizer nor the models see."""
+    steps: int | None = None
+    """Training steps. None: those of the recipes."""
+    prompts: int = 3
+    """Held-out prompts to continue in the report."""
+    new_tokens: int = 128
+    """Tokens decoded per prompt."""
+    timed_runs: int = 5
+    """Timed decodings per model, after one that warms up."""
+
+    @property
+    def tokenizer(self) -> Path:
+        """Folder of the tokenizer."""
+        return self.directory / "tokenizer"
+
+    @property
+    def train_prefix(self) -> str:
+        """Token file to train on."""
+        return str(self.directory / "data" / "python-train")
+
+    @property
+    def heldout_prefix(self) -> str:
+        """Token file that no model sees."""
+        return str(self.directory / "data" / "python-heldout")
+
+    def run_directory(self, model: str) -> Path:
+        """Folder of one training."""
+        return self.directory / model
+
+    def export_directory(self, model: str) -> Path:
+        """Its Hugging Face directory."""
+        return self.run_directory(model) / "export"
+
+    def recipe(self, model: str) -> Path:
+        """Its recipe, from the repository."""
+        return Path("examples") / "quickstart" / f"{model}.yaml"
+
+    def overrides(self, model: str) -> dict[str, str]:
+        """The settings that differ from the recipe: layout and folders, and the length where one was asked for."""
+        values = {
+            "parallel.pipeline": str(self.machine.num_processes),
+            "data.train": f"[{self.train_prefix}]",
+            "data.valid": f"[{self.heldout_prefix}]",
+            "data.tokenizer": str(self.tokenizer),
+            "checkpoint.dir": str(self.run_directory(model) / "checkpoints"),
+            "logging.dir": str(self.run_directory(model)),
+        }
+        if self.steps is not None:
+            values |= {"training.steps": str(self.steps), "training.eval_interval": str(max(1, self.steps // 2))}
+            values |= {"optimizer.warmup_steps": str(self.steps // 10)}
+        return values
+
+    def config(self, model: str) -> Config:
+        """The resolved settings of one training. Raises `ConfigError` if they cannot run."""
+        config = from_yaml(self.root / self.recipe(model))
+        training, optimizer = config.training, config.optimizer
+        if self.steps is not None:
+            training = dataclasses.replace(training, steps=self.steps, eval_interval=max(1, self.steps // 2))
+            optimizer = dataclasses.replace(optimizer, warmup_steps=self.steps // 10)
+        parallel = dataclasses.replace(config.parallel, pipeline=self.machine.num_processes)
+        config = dataclasses.replace(config, training=training, optimizer=optimizer, parallel=parallel)
+        validate(config, world_size=self.machine.num_processes)
+        return config
+
+    def train_command(self, model: str) -> list[str]:
+        """The command line of one training."""
+        options = [word for name, value in self.overrides(model).items() for word in (f"--{name}", value)]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        script = ["--nproc-per-node", str(self.machine.num_processes), "tools/train.py", "--config", str(self.recipe(model))]
+        return [*launcher, *script, *options]
+
+    def train_environment(self) -> Mapping[str, str]:
+        """The environment of the trainings."""
+        return os.environ | {"OMP_NUM_THREADS": str(self.machine.threads_per_process)}
+
+    def data_inputs(self) -> dict[str, Any]:
+        """What decides tokenizer and corpus."""
+        vocab_size = from_yaml(self.root / self.recipe(DMTD)).model.vocab_size
+        python = sys.version if "stdlib" in self.inputs else ""
+        return {"documents": list(self.inputs), "python": python, "heldout": self.heldout_fraction, "vocab_size": vocab_size}
+
+    def train_inputs(self, model: str) -> dict[str, Any]:
+        """What decides one training."""
+        settings = to_dict(self.config(model))
+        digest = hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()
+        return self.data_inputs() | {"settings": digest}
+
+    def decoding_inputs(self) -> dict[str, Any]:
+        """What decides the decodings."""
+        trained = {model: self.train_inputs(model) for model in MODELS}
+        return {"models": trained, "prompts": self.prompts, "new_tokens": self.new_tokens, "timed_runs": self.timed_runs}

@@ -1,0 +1,73 @@
+"""Train a small Parallel DMTD model and its ordinary twin on real text, export both, decode, and report. Needs no download.
+
+    python tools/quickstart.py
+
+What is finished is not done again: after an interruption, run the same command. `make quickstart` also makes the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_dmtd.errors import ConfigError, DMTDError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", default="quickstart", help="folder to write (default: %(default)s)")
+    parser.add_argument("--input", nargs="+", default=["stdlib"], help="documents, as tools/preprocess.py takes them")
+    parser.add_argument("--heldout-fraction", type=float, default=0.02, help="share of them to hold out (default: %(default)s)")
+    parser.add_argument("--steps", type=int, help="training steps of each model (default: the recipes')")
+    parser.add_argument("--new-tokens", type=int, default=128, help="tokens to decode per prompt (default: %(default)s)")
+    parser.add_argument("--timed-runs", type=int, default=5, help="timed decodings per model (default: %(default)s)")
+    return parser
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Accept the arguments as they stand, or raise `ConfigError`."""
+    for name in ("steps", "new_tokens", "timed_runs"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(found=f"{option} {value}", required="1 or more", remedy=f"raise {option}, or leave it out")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 2 refused or failed (the message says what to do), 130 interrupted."""
+    arguments = make_parser().parse_args(argv)
+    try:
+        check(arguments)
+        from megatron_dmtd.quickstart.jobs import run_quickstart, this_machine  # seconds of import
+        from megatron_dmtd.quickstart.plan import Plan
+
+        machine, platform = this_machine()
+        plan = Plan(
+            root=ROOT,
+            directory=Path(arguments.output).resolve(),
+            machine=machine,
+            inputs=tuple(arguments.input),
+            heldout_fraction=arguments.heldout_fraction,
+            steps=arguments.steps,
+            new_tokens=arguments.new_tokens,
+            timed_runs=arguments.timed_runs,
+        )
+        print(f"quickstart on {machine.describe()}, in {plan.directory}", flush=True)
+        report = run_quickstart(plan, platform)
+    except DMTDError as error:
+        print(f"{type(error).__name__}\n{error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; run the same command to go on", file=sys.stderr)
+        return 130
+    print(f"\n{report}\nThis report: {plan.directory / 'report.md'}, with the curves beside it")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
