@@ -69,7 +69,7 @@ class _MergedAttention(torch.autograd.Function):
         return out_BGRND
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad_out: Any) -> Any:
         q, k, v, own_k, own_v, out, lse = ctx.saved_tensors
         grads: list[Any] = [torch.zeros_like(x) if x is not None else None for x in (q, k, v, own_k, own_v)]
         grad_q, grad_k, grad_v, grad_own_k, grad_own_v = grads

@@ -104,8 +104,8 @@ def _patch_tensor_methods() -> None:
     def tensor_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self if _called_by_megatron() else real_cuda(self, *args, **kwargs)
 
-    torch.Tensor.type = tensor_type  # type: ignore[method-assign]
-    torch.Tensor.cuda = tensor_cuda  # type: ignore[method-assign]
+    torch.Tensor.type = tensor_type  # type: ignore[assignment]
+    torch.Tensor.cuda = tensor_cuda  # type: ignore[assignment]
 
 
 def _patch_rng() -> None:
