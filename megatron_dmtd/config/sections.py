@@ -85,8 +85,10 @@ class ParallelConfig:
     """Tensor-parallel ranks: each layer's matrices are split over them."""
     pipeline: int = 1
     """Pipeline stages. A boundary lies at the parallel/sequential split whenever there is more than one."""
+    virtual_stages: int = 1
+    """Stages that each pipeline rank holds (interleaved schedule): smaller bubble, more communication. 1: not interleaved."""
     stage_layers: tuple[int, ...] = ()
-    """Layers per stage, in order. Empty: split by cost, with a boundary at the parallel/sequential split."""
+    """Layers per stage, in order (`pipeline` times `virtual_stages` numbers; rank 0 holds stages 0, `pipeline`, ...). Empty: split by cost, with a boundary at the parallel/sequential split."""
     sequence_parallel: bool = False
     """Split norms and residual along the sequence over the tensor-parallel ranks."""
     distributed_optimizer: bool = True

@@ -85,7 +85,7 @@ def validate_cycle(cycle: CycleConfig, model: ModelConfig) -> None:
 
 def validate_parallel(parallel: ParallelConfig, model: ModelConfig, cycle: CycleConfig) -> None:
     """Raise `ConfigError` if the layout cannot hold the model."""
-    _require_positive("parallel", {name: getattr(parallel, name) for name in ("tensor", "pipeline", "timeout_s")})
+    _require_positive("parallel", {name: getattr(parallel, name) for name in ("tensor", "pipeline", "virtual_stages", "timeout_s")})
     for name, heads in (
         ("num_attention_heads", model.num_attention_heads),
         ("num_key_value_heads", model.num_key_value_heads),
@@ -119,18 +119,26 @@ def validate_parallel(parallel: ParallelConfig, model: ModelConfig, cycle: Cycle
 
 def _validate_stages(parallel: ParallelConfig, model: ModelConfig, cycle: CycleConfig) -> None:
     _require(
-        parallel.pipeline <= model.num_layers,
-        found=f"{parallel.pipeline} pipeline stages for {model.num_layers} layers",
+        parallel.virtual_stages == 1 or parallel.pipeline > 1,
+        found=f"parallel.virtual_stages = {parallel.virtual_stages} with parallel.pipeline = 1",
+        required="two or more pipeline ranks to interleave",
+        remedy="set parallel.virtual_stages to 1, or parallel.pipeline to 2 or more",
+    )
+    num_stages = parallel.pipeline * parallel.virtual_stages
+    _require(
+        num_stages <= model.num_layers,
+        found=f"{num_stages} pipeline stages for {model.num_layers} layers",
         required="at least one layer on each stage",
-        remedy=f"set parallel.pipeline to {model.num_layers} or less",
+        remedy=f"set parallel.pipeline times parallel.virtual_stages to {model.num_layers} or less",
     )
     if not parallel.stage_layers:
         return
     stages = parallel.stage_layers
     shown = " + ".join(map(str, stages))
     _require(
-        len(stages) == parallel.pipeline,
-        found=f"parallel.stage_layers lists {len(stages)} stages ({shown}), parallel.pipeline is {parallel.pipeline}",
+        len(stages) == num_stages,
+        found=f"parallel.stage_layers lists {len(stages)} stages ({shown}), parallel.pipeline is {parallel.pipeline}"
+        + (f" with {parallel.virtual_stages} virtual stages" if parallel.virtual_stages > 1 else ""),
         required="one number per stage",
         remedy="make the two agree",
     )
@@ -146,7 +154,7 @@ def _validate_stages(parallel: ParallelConfig, model: ModelConfig, cycle: CycleC
         required=f"exactly the model's {model.num_layers} layers",
         remedy="correct parallel.stage_layers",
     )
-    if not cycle.is_vanilla and parallel.pipeline > 1:
+    if not cycle.is_vanilla and num_stages > 1:
         boundaries = [sum(stages[: i + 1]) for i in range(len(stages))]
         _require(
             cycle.num_parallel_layers in boundaries,
@@ -257,7 +265,15 @@ def num_microbatches(config: Config, world_size: int) -> int:
         required="a global batch that is a multiple of the rows of one forward pass of all ranks",
         remedy=f"set training.global_batch_size to a multiple of {rows}",
     )
-    return training.global_batch_size // rows
+    count = training.global_batch_size // rows
+    parallel = config.parallel
+    _require(
+        parallel.virtual_stages == 1 or count % parallel.pipeline == 0,
+        found=f"{count} microbatches per step for {parallel.pipeline} interleaved pipeline ranks",
+        required="a multiple of the pipeline ranks: the interleaved schedule runs them in groups",
+        remedy=f"set training.global_batch_size to a multiple of {rows * parallel.pipeline}, or parallel.virtual_stages to 1",
+    )
+    return count
 
 
 def validate(config: Config, *, world_size: int | None = None) -> None:

@@ -42,6 +42,7 @@ class CycleBlock(TransformerBlock):
             pre_process=stage.has_input_embedding,
             post_process=stage.has_output,
             pg_collection=pg_collection,
+            vp_stage=stage.virtual if config.virtual_pipeline_model_parallel_size else None,
         )
         assert [layer.layer_number - 1 for layer in self.layers] == list(stage.layers), "Megatron numbers the layers otherwise"
 

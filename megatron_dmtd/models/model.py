@@ -39,12 +39,15 @@ ROW_PARALLEL = ("linear_proj.weight", "linear_fc2.weight")
 class CycleModel(LanguageModule):
     """One pipeline stage of the decoder."""
 
-    def __init__(self, config: Config, transformer_config: Any, placement: Placement, *, backend: str) -> None:
+    def __init__(
+        self, config: Config, transformer_config: Any, placement: Placement, stage: Stage, *, backend: str
+    ) -> None:
         groups = ProcessGroupCollection.use_mpu_process_groups()
         super().__init__(config=transformer_config, pg_collection=groups)
         self.settings = config
         self.placement = placement
-        self.stage: Stage = placement.stages[parallel_state.get_pipeline_model_parallel_rank()]
+        self.stage = stage
+        self.vp_stage = stage.virtual if transformer_config.virtual_pipeline_model_parallel_size else None
         self.backend_name = backend
         self.model_type = ModelType.encoder_or_decoder
         self.pre_process = self.stage.has_input_embedding
@@ -96,10 +99,9 @@ class CycleModel(LanguageModule):
 
     # --- the embedding table and its copies ---------------------------------------------------------------------------------
 
-    @property
-    def share_embeddings_and_output_weights(self) -> bool:
-        """Megatron asks this to know whether copies of the table must have their gradients summed over the embedding group."""
-        return len(self.placement.table_stages) > 1 or self.placement.tied
+    #: Megatron sums the gradients of copies on the first and last stage where this is true. Ours may lie on any stage, and two on
+    #: one rank: `gradients.finalize_gradients` sums them all.
+    share_embeddings_and_output_weights = False
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
         """The stage's copy of the embedding table, if it holds one."""

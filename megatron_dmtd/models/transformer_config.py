@@ -70,6 +70,10 @@ def transformer_config(config: Config, *, on_cuda: bool) -> Any:
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         pipeline_model_parallel_layout=pipeline_layout(placement),
+        virtual_pipeline_model_parallel_size=parallel.virtual_stages if parallel.virtual_stages > 1 else None,
+        # With virtual stages and the default pair, Megatron-Core 0.16.1 trains silently wrong on two ranks.
+        overlap_p2p_comm=parallel.virtual_stages > 1,
+        batch_p2p_comm=parallel.virtual_stages == 1,
         sequence_parallel=parallel.sequence_parallel,
         variable_seq_lengths=_streams_change_between_stages(config, placement),
         moe_token_dispatcher_type="alltoall",  # required beside variable_seq_lengths, for dense models too

@@ -27,7 +27,7 @@ def embedding_ranks(placement: Placement) -> Callable[[list[int]], list[int]]:
     """For Megatron: which ranks of a pipeline group hold copies of the embedding table, whose gradients it then sums."""
 
     def ranks(pipeline_group: list[int], split_rank: int | None = None) -> list[int]:
-        return [pipeline_group[stage] for stage in placement.table_stages]
+        return [pipeline_group[rank] for rank in placement.table_ranks]
 
     return ranks
 
@@ -50,6 +50,7 @@ def init_parallel(config: Config, platform: Platform) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.parallel.tensor,
         pipeline_model_parallel_size=config.parallel.pipeline,
+        virtual_pipeline_model_parallel_size=config.parallel.virtual_stages if config.parallel.virtual_stages > 1 else None,
         get_embedding_ranks=embedding_ranks(place(config)),
         distributed_timeout_minutes=max(1, int(config.parallel.timeout_s // 60)),
     )

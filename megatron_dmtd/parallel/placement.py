@@ -16,7 +16,11 @@ class Stage:
     """One pipeline stage: a run of consecutive layers."""
 
     index: int
-    """Pipeline rank."""
+    """Place in the pipeline, over all ranks and their virtual stages."""
+    rank: int
+    """Pipeline rank that holds it."""
+    virtual: int
+    """Which of that rank's stages it is, from 0."""
     first_layer: int
     """Index of its first layer, from 0."""
     num_layers: int
@@ -44,6 +48,8 @@ class Placement:
     """All stages, in order."""
 
     stages: tuple[Stage, ...]
+    num_ranks: int
+    """Pipeline ranks."""
     tied: bool
     """Whether the output head is the embedding table."""
 
@@ -51,8 +57,18 @@ class Placement:
         expected = 0
         for index, stage in enumerate(self.stages):
             assert stage.index == index and stage.num_layers >= 1 and stage.first_layer == expected, stage
+            assert stage.index == stage.virtual * self.num_ranks + stage.rank, stage
             expected += stage.num_layers
         assert sum(stage.has_split for stage in self.stages) <= 1, self.stages
+
+    def stages_of(self, rank: int) -> tuple[Stage, ...]:
+        """The stages of a pipeline rank, in order."""
+        return tuple(stage for stage in self.stages if stage.rank == rank)
+
+    @property
+    def table_ranks(self) -> tuple[int, ...]:
+        """Pipeline ranks that hold a copy of the embedding table."""
+        return tuple(sorted({self.stages[index].rank for index in self.table_stages}))
 
     @property
     def table_stages(self) -> tuple[int, ...]:
@@ -113,11 +129,12 @@ def stage_layers(config: Config) -> tuple[int, ...]:
     costs = layer_costs(model, cycle)
     costs[-1] += head_cost(model)
     split = num_parallel_layers(model, cycle)
-    if parallel.pipeline == 1 or split == 0:
-        return tuple(_spread(costs, parallel.pipeline))
+    num_stages = parallel.pipeline * parallel.virtual_stages
+    if num_stages == 1 or split == 0:
+        return tuple(_spread(costs, num_stages))
     candidates = []
-    for before in range(1, parallel.pipeline):
-        after = parallel.pipeline - before
+    for before in range(1, num_stages):
+        after = num_stages - before
         if before <= split and after <= model.num_layers - split:
             counts = _spread(costs[:split], before) + _spread(costs[split:], after)
             candidates.append((_largest(costs, counts), counts))
@@ -133,6 +150,8 @@ def place(config: Config) -> Placement:
         stages.append(
             Stage(
                 index=index,
+                rank=index % config.parallel.pipeline,
+                virtual=index // config.parallel.pipeline,
                 first_layer=first,
                 num_layers=count,
                 has_input_embedding=index == 0,
@@ -141,4 +160,4 @@ def place(config: Config) -> Placement:
             )
         )
         first += count
-    return Placement(stages=tuple(stages), tied=config.model.tie_word_embeddings)
+    return Placement(stages=tuple(stages), num_ranks=config.parallel.pipeline, tied=config.model.tie_word_embeddings)

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 
 from megatron_dmtd.attention import select_backend
 from megatron_dmtd.config import Config, num_microbatches
+from megatron_dmtd.models.gradients import finalize_gradients
 from megatron_dmtd.models.initialization import initialize_weights
 from megatron_dmtd.models.model import CycleModel
 from megatron_dmtd.models.transformer_config import DTYPES, transformer_config
@@ -28,10 +29,10 @@ class Run:
     config: Config
     platform: Platform
     placement: Placement
-    model: CycleModel
-    """This rank's stage, unwrapped."""
-    wrapped: DistributedDataParallel
-    """The same, as the schedules call it."""
+    models: list[CycleModel]
+    """This rank's stages, unwrapped: one, or several with virtual stages."""
+    wrapped: list[DistributedDataParallel]
+    """The same, as the schedules call them."""
     optimizer: Any
     scheduler: OptimizerParamScheduler
     num_microbatches: int
@@ -40,16 +41,35 @@ class Run:
     rows: int = 0
     """Rows of training data consumed, over all ranks."""
 
+    @property
+    def model(self) -> CycleModel:
+        """The only stage of a rank without virtual stages."""
+        assert len(self.models) == 1, f"{len(self.models)} stages on one rank"
+        return self.models[0]
 
-def build_model(config: Config, platform: Platform) -> CycleModel:
-    """The rank's stage on its device, with initial weights that do not depend on the layout."""
+    def sharded_model_state(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """Megatron's sharded state of all stages. The keys only tell stages apart; tensors are stored under global names."""
+        return {f"model{index}": model.sharded_state_dict(metadata=dict(metadata)) for index, model in enumerate(self.models)}
+
+    def load_model_state(self, state: dict[str, Any]) -> None:
+        """Take the weights out of a loaded `sharded_model_state`."""
+        for index, model in enumerate(self.models):
+            model.load_state_dict(state[f"model{index}"])
+
+
+def build_models(config: Config, platform: Platform) -> list[CycleModel]:
+    """The rank's stages on its device, with initial weights that do not depend on the layout."""
     backend = select_backend(config.parallel.attention_backend, platform.device)
-    model = CycleModel(config, transformer_config(config, on_cuda=platform.is_cuda), place(config), backend=backend)
-    initialize_weights(model, seed=config.training.seed)
-    return model.to(platform.device)
+    megatron_config, placement = transformer_config(config, on_cuda=platform.is_cuda), place(config)
+    models = []
+    for stage in placement.stages_of(parallel_state.get_pipeline_model_parallel_rank()):
+        model = CycleModel(config, megatron_config, placement, stage, backend=backend)
+        initialize_weights(model, seed=config.training.seed)
+        models.append(model.to(platform.device))
+    return models
 
 
-def _wrap(model: CycleModel, config: Config) -> DistributedDataParallel:
+def _wrap(model: CycleModel, config: Config, *, is_first: bool) -> DistributedDataParallel:
     parallel = config.parallel
     module = Float16Module(model.config, model) if config.training.precision == "bf16" else model
     ddp_config = DistributedDataParallelConfig(
@@ -58,10 +78,11 @@ def _wrap(model: CycleModel, config: Config) -> DistributedDataParallel:
         overlap_param_gather=parallel.overlap_param_gather,
         use_distributed_optimizer=parallel.distributed_optimizer,
     )
-    return DistributedDataParallel(config=model.config, ddp_config=ddp_config, module=module)
+    # Later stages of a rank finish their backward pass first, all at once: buckets would only add messages.
+    return DistributedDataParallel(config=model.config, ddp_config=ddp_config, module=module, disable_bucketing=not is_first)
 
 
-def _build_optimizer(config: Config, wrapped: DistributedDataParallel) -> Any:
+def _build_optimizer(config: Config, wrapped: list[DistributedDataParallel]) -> Any:
     ours = config.optimizer
     optimizer_config = OptimizerConfig(
         optimizer="adam",
@@ -77,7 +98,7 @@ def _build_optimizer(config: Config, wrapped: DistributedDataParallel) -> Any:
         use_distributed_optimizer=config.parallel.distributed_optimizer,
         overlap_param_gather=config.parallel.overlap_param_gather,
     )
-    return get_megatron_optimizer(optimizer_config, [wrapped])
+    return get_megatron_optimizer(optimizer_config, wrapped)
 
 
 def _build_scheduler(config: Config, optimizer: Any) -> OptimizerParamScheduler:
@@ -102,29 +123,31 @@ def _build_scheduler(config: Config, optimizer: Any) -> OptimizerParamScheduler:
     )
 
 
-def _connect_schedules(model: CycleModel, wrapped: DistributedDataParallel, optimizer: Any) -> None:
+def _connect_schedules(megatron_config: Any, wrapped: list[DistributedDataParallel], optimizer: Any) -> None:
     """What Megatron's pipeline schedules look up on the model's configuration."""
-    model.config.grad_scale_func = optimizer.scale_loss
-    model.config.finalize_model_grads_func = finalize_model_grads
-    if wrapped.ddp_config.overlap_grad_reduce:
-        model.config.no_sync_func = wrapped.no_sync
+    megatron_config.grad_scale_func = optimizer.scale_loss
+    megatron_config.finalize_model_grads_func = finalize_gradients
+    if wrapped[0].ddp_config.overlap_grad_reduce:
+        waits = [chunk.no_sync for chunk in wrapped]
+        megatron_config.no_sync_func = waits if len(waits) > 1 else waits[0]
 
 
 def build_run(config: Config, platform: Platform) -> Run:
     """Model, optimizer and scheduler of this rank. Call `init_parallel` first."""
     if config.training.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=platform.is_cuda)
-    model = build_model(config, platform)
-    wrapped = _wrap(model, config)
+    models = build_models(config, platform)
+    wrapped = [_wrap(model, config, is_first=index == 0) for index, model in enumerate(models)]
     if parallel_state.get_data_parallel_world_size() > 1:
-        wrapped.broadcast_params()
+        for chunk in wrapped:
+            chunk.broadcast_params()
     optimizer = _build_optimizer(config, wrapped)
-    _connect_schedules(model, wrapped, optimizer)
+    _connect_schedules(models[0].config, wrapped, optimizer)
     return Run(
         config=config,
         platform=platform,
-        placement=model.placement,
-        model=model,
+        placement=models[0].placement,
+        models=models,
         wrapped=wrapped,
         optimizer=optimizer,
         scheduler=_build_scheduler(config, optimizer),

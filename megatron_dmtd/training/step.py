@@ -8,6 +8,7 @@ Shape legend: B rows, N slots per row, T phases of the cycle.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -66,8 +67,9 @@ def _all_ranks_sum(run: Run, parts: list[PhaseLoss]) -> PhaseLoss:
 def _run_schedule(run: Run, iterator: Iterator[Batch], *, num_microbatches: int, forward_only: bool) -> PhaseLoss:
     parts = get_forward_backward_func()(
         forward_step_func=functools.partial(_forward_step, run),
-        data_iterator=iterator,
-        model=[run.wrapped],
+        # Each of this rank's stages sees every microbatch.
+        data_iterator=list(itertools.tee(itertools.islice(iterator, num_microbatches), len(run.wrapped))),
+        model=run.wrapped,
         num_microbatches=num_microbatches,
         seq_length=run.config.data.seq_length,
         micro_batch_size=run.config.training.micro_batch_size,
@@ -78,7 +80,8 @@ def _run_schedule(run: Run, iterator: Iterator[Batch], *, num_microbatches: int,
 
 def train_step(run: Run, iterator: Iterator[Batch]) -> StepResult:
     """Forward, backward, and one update; advances `run`."""
-    run.wrapped.zero_grad_buffer()
+    for chunk in run.wrapped:
+        chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
     loss = _run_schedule(run, iterator, num_microbatches=run.num_microbatches, forward_only=False)
     lr = max(group["lr"] for group in run.optimizer.param_groups)
@@ -94,12 +97,14 @@ def evaluate(run: Run, iterator: Iterator[Batch], *, num_batches: int) -> PhaseL
     """Loss over `num_batches` global batches, in evaluation mode; the model is left in training mode."""
     total = PhaseLoss(run.config.cycle.cycle_length, device=run.platform.device)
     overlap = run.config.parallel.overlap_param_gather
-    if overlap:
-        run.wrapped.disable_forward_pre_hook()
-    run.wrapped.eval()
+    for chunk in run.wrapped:
+        if overlap:
+            chunk.disable_forward_pre_hook()
+        chunk.eval()
     for _ in range(num_batches):
         total.merge(_run_schedule(run, iterator, num_microbatches=run.num_microbatches, forward_only=True))
-    run.wrapped.train()
-    if overlap:
-        run.wrapped.enable_forward_pre_hook()
+    for chunk in run.wrapped:
+        chunk.train()
+        if overlap:
+            chunk.enable_forward_pre_hook()
     return total

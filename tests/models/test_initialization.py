@@ -17,11 +17,11 @@ def initial_weights(config: Config) -> dict[str, torch.Tensor]:
     from megatron_dmtd.models.initialization import global_name
     from megatron_dmtd.parallel.groups import init_parallel
     from megatron_dmtd.platform import prepare_megatron
-    from megatron_dmtd.training.setup import build_model
+    from megatron_dmtd.training.setup import build_models
 
     platform = prepare_megatron()
     init_parallel(config, platform)
-    model = build_model(config, platform)
+    (model,) = build_models(config, platform)
     return {global_name(name, model): parameter.detach() for name, parameter in model.named_parameters()}
 
 

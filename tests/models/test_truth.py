@@ -30,11 +30,11 @@ def megatron_model(config: Config, own: dict[str, torch.Tensor]) -> Any:
     """The whole model on one rank, with the given tensors. Runs inside a rank."""
     from megatron_dmtd.parallel.groups import init_parallel
     from megatron_dmtd.platform import prepare_megatron
-    from megatron_dmtd.training.setup import build_model
+    from megatron_dmtd.training.setup import build_models
 
     platform = prepare_megatron()
     init_parallel(config, platform)
-    model = build_model(config, platform)
+    (model,) = build_models(config, platform)
     state = model.state_dict()
     assert {name for name, tensor in state.items() if tensor is not None} >= set(own)
     model.load_state_dict({**state, **own})
