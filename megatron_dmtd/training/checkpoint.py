@@ -73,9 +73,9 @@ def _saved_ranks(step_directory: Path) -> int:
 
 
 def load_weights(run: Run, path: str | Path) -> None:
-    """Start a new run from the model weights of a checkpoint, and nothing else. Raises `CheckpointError` as `load_checkpoint` does.
+    """Start a new run from the model weights of a checkpoint, and nothing else.
 
-    A checkpoint that holds weights alone (an import) may come without checksums; a run's own may not.
+    Raises `CheckpointError` as `load_checkpoint` does. A checkpoint that holds weights alone (an import) may come without checksums; a run's own may not.
     """
     step_directory = paths.find_step_directory(path)
     check_weights(run.config, step_directory)

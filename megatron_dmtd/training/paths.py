@@ -6,12 +6,10 @@ renamed when it is complete, and hidden again before it is removed, so a name th
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_dmtd.errors import CheckpointError
@@ -125,7 +123,10 @@ def step_directories(run: Path) -> list[Path]:
 
 
 def latest_directory(run: Path) -> Path | None:
-    """The checkpoint that `latest` names, or None where the run has none. Raises `CheckpointError` if it names one that is not whole."""
+    """The checkpoint that `latest` names, or None where the run has none.
+
+    Raises `CheckpointError` if it names one that is not whole.
+    """
     pointer = run / LATEST_FILE
     if not pointer.is_file():
         return None

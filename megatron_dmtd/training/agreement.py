@@ -1,0 +1,40 @@
+"""What ranks tell each other outside the model: whether anybody wants to stop, and what went wrong on anybody's disk.
+
+A rank that raises alone leaves the others waiting for it. So whatever may fail on one rank, or happen to one rank, goes through
+here, and every rank comes to the same conclusion at the same place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def any_rank(flags: tuple[bool, ...], *, device: torch.device) -> tuple[bool, ...]:
+    """For each flag, whether it is set on any rank. One small all-reduce; all ranks must call."""
+    found_F = torch.tensor([int(flag) for flag in flags], dtype=torch.int32, device=device)
+    torch.distributed.all_reduce(found_F, op=torch.distributed.ReduceOp.MAX)
+    return tuple(bool(flag) for flag in found_F.tolist())
+
+
+def gathered(value: Any) -> list[Any]:
+    """Each rank's value, by rank, on every rank. All ranks must call."""
+    values: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def gathered_on_first(value: Any) -> list[Any]:
+    """Each rank's value, by rank, on rank 0; an empty list elsewhere. All ranks must call."""
+    is_first = torch.distributed.get_rank() == 0
+    values: list[Any] = [None] * torch.distributed.get_world_size() if is_first else []
+    torch.distributed.gather_object(value, values if is_first else None)
+    return values
+
+
+def told_by_first(value: Any) -> Any:
+    """Rank 0's value on every rank. All ranks must call."""
+    values = [value]
+    torch.distributed.broadcast_object_list(values, src=0)
+    return values[0]

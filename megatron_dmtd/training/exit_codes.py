@@ -1,0 +1,27 @@
+"""Exit statuses of `tools/train.py`. Imports nothing heavy."""
+
+from __future__ import annotations
+
+DONE = 0
+UNEXPECTED = 1
+REFUSED = 2
+STOPPED = 3
+BAD_NUMBERS = 4
+STALLED = 5
+NOT_SAVED = 6
+
+MEANINGS = {
+    DONE: "done: the run reached training.steps",
+    UNEXPECTED: "an error that nobody foresaw: the traceback says where",
+    REFUSED: "refused before training: the message says what to change",
+    STOPPED: "stopped by SIGTERM or SIGUSR1 after a save: start the same command again to go on",
+    BAD_NUMBERS: "a loss or gradient that is not finite: do not restart blindly, see the message and the bad_step file",
+    STALLED: "the watchdog ended a job in which a rank stalled: its report names the rank",
+    NOT_SAVED: "a checkpoint could not be written: the last complete one stands",
+}
+
+
+def describe() -> str:
+    """One line per exit status, for `--help`."""
+    lines = [f"  {code}  {meaning}" for code, meaning in MEANINGS.items()]
+    return "exit status:\n" + "\n".join(lines) + "\n  128 + n  a second signal n ended the process at once"

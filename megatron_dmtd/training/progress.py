@@ -1,0 +1,55 @@
+"""What the loop remembers from step to step, beside model and optimizer. It travels with each checkpoint, so that the log of a
+resumed run is, line for line, that of one that never stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_dmtd.training.metrics import PhaseLoss
+
+
+@dataclass(kw_only=True, slots=True)
+class Progress:
+    """The same on every rank."""
+
+    since_log: PhaseLoss
+    """Losses since the last log line."""
+    recent_losses: list[float] = field(default_factory=list)
+    """Losses of the last steps, oldest first: what a spike is measured against."""
+    bad_steps: int = 0
+    """Steps skipped so far because their loss or gradient was not finite."""
+    evaluation_due: bool = False
+    """Whether the run stopped before the evaluation of its last step was finished."""
+    corpus: list[int] = field(default_factory=list)
+    """Rows and targets per epoch of the training corpora; empty before they are known. Row numbers mean nothing in others."""
+
+    @classmethod
+    def new(cls, *, cycle_length: int, device: torch.device | str = "cpu") -> Progress:
+        """The progress of a run that has not begun."""
+        return cls(since_log=PhaseLoss(cycle_length, device=device))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint."""
+        return {
+            "since_log": self.since_log.sums_2T.tolist(),
+            "recent_losses": list(self.recent_losses),
+            "bad_steps": self.bad_steps,
+            "evaluation_due": self.evaluation_due,
+            "corpus": list(self.corpus),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, cycle_length: int, device: torch.device | str = "cpu") -> Progress:
+        """The progress that `to_dict` described, bit for bit."""
+        progress = cls.new(cycle_length=cycle_length, device=device)
+        progress.since_log.sums_2T += torch.tensor(values["since_log"], dtype=torch.float64, device=device)
+        progress.recent_losses = list(values["recent_losses"])
+        progress.bad_steps = values["bad_steps"]
+        progress.evaluation_due = values["evaluation_due"]
+        progress.corpus = list(values["corpus"])
+        return progress

@@ -1,0 +1,70 @@
+"""What a checkpoint holds, as the sharded state that Megatron's `dist_checkpointing` reads and writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from megatron_dmtd.training.progress import Progress
+from megatron_dmtd.training.setup import Run
+
+#: how optimizer state is laid out on disk: the form that every other layout can load
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+def _random_state() -> ShardedObject:
+    """Generator states, one entry per rank. A checkpoint of another layout is loaded without them."""
+    state = {"torch": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
+    sizes = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(),
+    )
+    ranks = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+    )
+    return ShardedObject("random_state", state, sizes, ranks, replica_id=0)
+
+
+def _give_moments(optimizer: Any) -> None:
+    """Adam's moments of a run that has made no step yet, zero: Megatron can neither save nor load what is not there."""
+    for part in optimizer.chained_optimizers:
+        if not getattr(part, "is_stub_optimizer", False):
+            part.init_state_fn(part.optimizer, part.config)
+
+
+def model_state(run: Run) -> dict[str, Any]:
+    """The weights alone."""
+    return run.model.sharded_state_dict(metadata=dict(METADATA))
+
+
+def whole_state(run: Run, progress: Progress, *, is_loading: bool, with_random_state: bool) -> dict[str, Any]:
+    """Everything that a run needs to go on. Collective: Megatron gathers optimizer state over data-parallel ranks."""
+    _give_moments(run.optimizer)
+    model = model_state(run)
+    state = {
+        "model": model,
+        "optimizer": run.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(METADATA)),
+        "scheduler": run.scheduler.state_dict(),
+        "progress": {"step": run.step, "rows": run.rows} | progress.to_dict(),
+    }
+    if with_random_state:
+        state["random_state"] = _random_state()
+    return state
+
+
+def restore(run: Run, state: dict[str, Any]) -> Progress:
+    """Put a loaded state into the run. Without an entry for the random state, that stays as it is."""
+    run.model.load_state_dict(state["model"])
+    run.optimizer.load_state_dict(state["optimizer"])
+    run.scheduler.load_state_dict(state["scheduler"])
+    run.step, run.rows = state["progress"]["step"], state["progress"]["rows"]
+    if "random_state" in state:
+        torch.set_rng_state(state["random_state"]["torch"])
+        tensor_parallel.get_cuda_rng_tracker().set_states(state["random_state"]["tracker"])
+    return Progress.from_dict(state["progress"], cycle_length=run.config.cycle.cycle_length, device=run.platform.device)
