@@ -22,6 +22,7 @@ from tqdm import tqdm
 from megatron_dmtd.data.token_file import TokenFile
 from megatron_dmtd.errors import DataError
 from megatron_dmtd.platform import Platform
+from megatron_dmtd.quickstart.parts import progress_bar
 from megatron_dmtd.quickstart.plan import DMTD, MODELS, Plan
 
 PROMPT_TOKENS = 62  # ends inside a cycle of four, as most prompts do
@@ -116,7 +117,7 @@ def decode_all(plan: Plan, platform: Platform, *, output: Path) -> None:
     prompts = heldout_prompts(plan.heldout_prefix, count=plan.prompts)
     decoders = {name: load(plan.export_directory(name), platform) for name in MODELS}
     total = len(MODELS) * (plan.timed_runs + 1 + len(prompts))
-    with tqdm(total=total, unit="run", desc="  decoding", dynamic_ncols=True) as bar:
+    with progress_bar(total=total, unit="run", desc="  decoding") as bar:
         rates = _time(decoders, prompts[0], plan, bar)
         models = {name: _continue(decoder, prompts, plan, bar) for name, decoder in decoders.items()}
     for name in MODELS:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from megatron_dmtd.conversion.convert import export_hf
 from megatron_dmtd.platform import Platform, current_platform
 from megatron_dmtd.quickstart.decode import decode_all
-from megatron_dmtd.quickstart.parts import Part, Parts, run_command
+from megatron_dmtd.quickstart.parts import Part, Parts, progress_bar, redraw, run_command
 from megatron_dmtd.quickstart.plan import DMTD, MODELS, Machine, Plan
 from megatron_dmtd.quickstart.report import write_report
 from megatron_dmtd.training.log import METRICS_FILE, read_metrics
@@ -30,20 +30,24 @@ def this_machine() -> tuple[Machine, Platform]:
     return Machine(num_gpus=num_gpus, num_cores=len(os.sched_getaffinity(0))), platform
 
 
+def _last_line(log: Path) -> str:
+    """What a command said last, the state of its own progress bar included."""
+    lines = re.split(r"[\r\n]+", log.read_text(errors="replace")[-2000:].strip())
+    return lines[-1].strip()[:100]
+
+
 def _run_tool(plan: Plan, name: str, options: Sequence[str]) -> None:
-    """Run a command of tools/, with its output in DIR/data/NAME.log and its own percentage, where it prints one, as a bar."""
+    """Run a command of tools/ with its output in DIR/data/NAME.log, showing its time and what it says."""
     log = plan.directory / "data" / f"{name}.log"
-    with tqdm(total=100, desc=f"  {name}", bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}", dynamic_ncols=True) as bar:
+    log.unlink(missing_ok=True)
+    with progress_bar(total=None, desc=f"  {name}", bar_format="{desc}: {elapsed} {postfix}") as bar:
 
         def watch() -> None:
-            found = re.findall(r"(\d+)%\|", log.read_text(errors="replace")[-4000:])
-            bar.update((int(found[-1]) if found else 0) - bar.n)
-            bar.refresh()
+            bar.set_postfix_str(_last_line(log), refresh=False)
+            redraw(bar)
 
-        log.unlink(missing_ok=True)
         command = [sys.executable, f"tools/{name}.py", "--input", *plan.inputs, *options]
         run_command(command, log=log, cwd=plan.root, environment=os.environ, watch=watch)
-        bar.update(100 - bar.n)
 
 
 def _train_tokenizer(plan: Plan) -> None:
@@ -67,7 +71,7 @@ def _watcher(metrics: Path, bar: tqdm) -> Callable[[], None]:
         if records:
             bar.set_postfix(loss=f"{records[-1]['loss']:.3f}", refresh=False)
             bar.update(records[-1]["step"] - bar.n)
-        bar.refresh()
+        redraw(bar)
 
     return watch
 
@@ -75,7 +79,7 @@ def _watcher(metrics: Path, bar: tqdm) -> Callable[[], None]:
 def _train(plan: Plan, model: str) -> None:
     run = plan.run_directory(model)
     steps = plan.config(model).training.steps
-    with tqdm(total=steps, unit="step", desc=f"  {model}", dynamic_ncols=True) as bar:
+    with progress_bar(total=steps, unit="step", desc=f"  {model}") as bar:
         run_command(
             plan.train_command(model),
             log=run / "train.log",

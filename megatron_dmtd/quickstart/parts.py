@@ -9,11 +9,14 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from megatron_dmtd.errors import DMTDError
 
@@ -89,6 +92,17 @@ class Parts:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+
+
+def progress_bar(**options: Any) -> tqdm:
+    """A bar on stderr: redrawn as it moves on a terminal, a line every ten seconds elsewhere."""
+    return tqdm(dynamic_ncols=True, mininterval=0.1 if sys.stderr.isatty() else 10.0, **options)
+
+
+def redraw(bar: tqdm) -> None:
+    """Show the time that goes by although the bar does not move, where a bar can be redrawn."""
+    if sys.stderr.isatty():
+        bar.refresh()
 
 
 def run_command(

@@ -1,0 +1,121 @@
+"""The recipes and pages that a user reads first: each recipe can run as it says, and what the pages name exists."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_dmtd.config import Config, from_yaml, validate
+from megatron_dmtd.cycle import VANILLA, VARIANTS
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted((ROOT / "examples").glob("*/*.yaml"))
+PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+#: name -> layers, parallel layers, hidden, feed-forward, heads, key-value heads, head width, vocabulary, rope theta, q/k norm, MASK
+SHAPES = {
+    "qwen3-4b": (36, 28, 2560, 9728, 32, 8, 128, 151936, 1e6, True, 151660),
+    "smollm2-135m": (30, 23, 576, 1536, 9, 3, 64, 49152, 1e5, False, 16),
+    "quickstart": (9, 6, 128, 384, 4, 2, 32, 2048, 1e4, True, 2),
+}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def shape_of(config: Config) -> tuple:
+    model, cycle = config.model, config.cycle
+    return (
+        model.num_layers,
+        cycle.num_parallel_layers,
+        model.hidden_size,
+        model.intermediate_size,
+        model.num_attention_heads,
+        model.num_key_value_heads,
+        model.head_dim,
+        model.vocab_size,
+        model.rope_theta,
+        model.qk_norm,
+        cycle.mask_token_id,
+    )
+
+
+def test_there_is_a_recipe_for_each_model_and_variant():
+    found = {name_of(path) for path in RECIPES}
+    large = {f"examples/{model}/{variant}.yaml" for model in ("qwen3-4b", "smollm2-135m") for variant in (VANILLA, *VARIANTS)}
+    assert found == large | {"examples/quickstart/vanilla.yaml", "examples/quickstart/bidirectional-refresh.yaml"}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name_of)
+def test_a_recipe_validates_for_the_processes_that_it_names(path):
+    config = from_yaml(path)
+    (launch,) = re.findall(
+        rf"^#   (?:torchrun --nproc-per-node (\d+)|python) tools/train.py --config {name_of(path)}", path.read_text(), re.M
+    )
+    processes = int(launch or 1)
+    if path.parent.name == "quickstart":
+        assert "--parallel.pipeline 2" in path.read_text()
+        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, pipeline=processes))
+    validate(config, world_size=processes)
+    assert processes == {"quickstart": 2, "qwen3-4b": 8, "smollm2-135m": 1}[path.parent.name]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name_of)
+def test_a_recipe_is_the_model_and_variant_of_its_name(path):
+    config = from_yaml(path)
+    assert shape_of(config) == SHAPES[path.parent.name]
+    assert config.model.tie_word_embeddings
+    assert config.cycle.variant == path.stem
+    assert path.stem in config.checkpoint.dir and path.stem in config.logging.dir
+
+
+@pytest.mark.parametrize("folder", sorted(SHAPES))
+def test_recipes_of_a_model_differ_in_nothing_but_variant_and_folders(folder):
+    common = set()
+    for path in sorted((ROOT / "examples" / folder).glob("*.yaml")):
+        config = from_yaml(path)
+        common.add(
+            dataclasses.replace(
+                config,
+                cycle=dataclasses.replace(config.cycle, variant=VANILLA),
+                checkpoint=dataclasses.replace(config.checkpoint, dir=""),
+                logging=dataclasses.replace(config.logging, dir=""),
+            )
+        )
+    assert len(common) == 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_what_a_page_names_exists(page):
+    text = page.read_text()
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    missing = [link for link in links if not (page.parent / link).exists()]
+    folders = "tools|tests|docs|examples|megatron_dmtd"
+    named = re.findall(rf"(?<![\w/.-])((?:{folders})/[\w./-]*[\w/])", text)
+    # capitals stand for a name to be filled in
+    missing += [name for name in named if not (ROOT / name).exists() and not re.search(r"[A-Z]{4}", name.replace("README", ""))]
+    assert not missing
+    assert links or named, "the page names nothing: the pattern is wrong"
+
+
+def test_the_readme_names_every_room_and_every_command():
+    text = (ROOT / "README.md").read_text()
+    rooms = {path.parent.name for path in (ROOT / "megatron_dmtd").glob("*/__init__.py")}
+    assert not [room for room in rooms if f"megatron_dmtd/{room}/" not in text]
+    assert not [path.name for path in (ROOT / "tools").glob("*.py") if path.name not in text]
+
+
+def test_make_has_the_targets_that_pages_name():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = {target for page in PAGES for target in re.findall(r"`?make ([a-z-]+)\b[`\s]", page.read_text())}
+    assert {"quickstart", "test"} <= named & targets
+    assert {name for name in named if name.startswith(("test", "quick", "check", "format"))} <= targets
+
+
+def test_requirements_never_name_the_other_apex():
+    for path in ROOT.glob("requirements*.txt"):
+        names = [
+            re.split(r"[\[=<>~! ]", line)[0].lower() for line in path.read_text().splitlines() if line and line[0] not in "#-"
+        ]
+        assert names and "apex" not in names
