@@ -1,0 +1,6 @@
+"""Decoding: continuous batching over paged pools, with one pass over the parallel layers per cycle. Never imports Megatron."""
+
+from megatron_dmtd.inference.engine import Completion, Engine, EngineConfig, Event
+from megatron_dmtd.inference.sampler import SamplingParams
+
+__all__ = ["Completion", "Engine", "EngineConfig", "Event", "SamplingParams"]

@@ -26,11 +26,6 @@ class PoolShape:
     page_size: int
     head_dim: int
 
-    @property
-    def size(self) -> tuple[int, int, int, int, int]:
-        """`[L, N, G, T, E]`: the entries of a page are neighbours head by head, as attention reads them."""
-        return (self.num_layers, self.num_pages, self.num_key_value_heads, self.page_size, self.head_dim)
-
     def page_bytes(self, dtype: torch.dtype) -> int:
         """Memory of one page: K and V of all layers."""
         return 2 * self.num_layers * self.num_key_value_heads * self.page_size * self.head_dim * dtype.itemsize
@@ -42,9 +37,10 @@ class KeyValuePool:
     def __init__(self, shape: PoolShape, *, name: str, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
         self.pages = PagePool(num_pages=shape.num_pages, page_size=shape.page_size, name=name)
-        # Zeros: entries that a mask hides must not hold NaN.
-        self.k_LNGTE = torch.zeros(shape.size, dtype=dtype, device=device)
-        self.v_LNGTE = torch.zeros(shape.size, dtype=dtype, device=device)
+        pages = (shape.num_layers, shape.num_pages, shape.num_key_value_heads)
+        # Keys lie entry beside entry: scores of a page are then sums of whole vectors. Zeros: what a mask hides must not be NaN.
+        self.k_LNGET = torch.zeros((*pages, shape.head_dim, shape.page_size), dtype=dtype, device=device)
+        self.v_LNGTE = torch.zeros((*pages, shape.page_size, shape.head_dim), dtype=dtype, device=device)
 
 
 @dataclass(slots=True)
@@ -76,13 +72,14 @@ class Pools:
             and self.sequential.pages.pages_for(num_sequential) <= self.sequential.shape.num_pages
         )
 
-    def shortage(self, tables: Tables, num_parallel: int, num_sequential: int) -> tuple[int, int]:
-        """Pages that are not free and that `tables` lacks to hold that many entries: in P, in S."""
+    def missing(self, tables: Tables, num_parallel: int, num_sequential: int) -> tuple[int, int]:
+        """Pages that `tables` lacks to hold that many entries: in P, in S."""
         (p_pool, p_table), (s_pool, s_table) = self._both(tables)
-        return (
-            max(0, p_pool.missing(p_table, num_parallel) - p_pool.num_free),
-            max(0, s_pool.missing(s_table, num_sequential) - s_pool.num_free),
-        )
+        return p_pool.missing(p_table, num_parallel), s_pool.missing(s_table, num_sequential)
+
+    def has_free(self, num_parallel_pages: int, num_sequential_pages: int) -> bool:
+        """Whether that many pages are free in P and in S."""
+        return num_parallel_pages <= self.parallel.pages.num_free and num_sequential_pages <= self.sequential.pages.num_free
 
     def grow(self, tables: Tables, num_parallel: int, num_sequential: int) -> None:
         """Give `tables` the pages that it lacks, in both pools."""

@@ -1,6 +1,6 @@
 """Weights of a decoder, fused for decoding: from an export of ours, or from a Qwen3 or Llama directory (vanilla).
 
-One matrix gives q, k and v; one gives gate and up. Weights are read tensor by tensor, each exactly once, and every name and shape is
+One matrix gives q, k and v; one gives gate and up. Weights are read tensor by tensor, each once, and every name and shape is
 accounted for. Nothing here knows of requests or caches.
 
 Shape legend: X hidden size, H query heads, G key/value heads, E head size, I feed-forward size, V vocabulary, T positions.

@@ -14,19 +14,20 @@ def pools(parallel_pages: int = 2, sequential_pages: int = 4) -> Pools:
 
 def test_tensors_have_a_place_for_every_page_and_start_finite():
     both = pools()
-    assert both.parallel.k_LNGTE.shape == (2, 2, 3, 4, 8)
+    assert both.parallel.k_LNGET.shape == (2, 2, 3, 8, 4)
     assert both.sequential.v_LNGTE.shape == (2, 4, 3, 4, 8)
-    assert not both.parallel.k_LNGTE.any()
-    assert both.parallel.shape.page_bytes(torch.float32) == 2 * 2 * 3 * 4 * 8 * 4 == both.parallel.k_LNGTE.nbytes
+    assert not both.parallel.k_LNGET.any()
+    assert both.parallel.shape.page_bytes(torch.float32) == 2 * 2 * 3 * 4 * 8 * 4 == both.parallel.k_LNGET.nbytes
 
 
-def test_shortage_counts_each_pool_by_itself():
+def test_missing_pages_are_counted_in_each_pool_by_itself():
     both, tables = pools(), Tables.empty()
-    assert both.shortage(tables, 8, 16) == (0, 0)
-    assert both.shortage(tables, 9, 17) == (1, 1)
-    both.grow(tables, 4, 8)
-    assert both.shortage(tables, 8, 16) == (0, 0)
-    assert both.shortage(Tables.empty(), 8, 4) == (1, 0)
+    assert both.missing(tables, 9, 16) == (3, 4)
+    both.grow(tables, 4, 9)
+    assert both.missing(tables, 8, 16) == (1, 1)
+    assert both.has_free(1, 1)
+    assert not both.has_free(2, 1)
+    assert not both.has_free(1, 2)
     both.check_integrity([tables])
 
 

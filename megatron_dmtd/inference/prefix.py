@@ -1,0 +1,145 @@
+"""Which prefixes have pages in both pools, so that later requests need not compute them again.
+
+Numbers only. An entry is one page of tokens after its parent entry, with the pages of both pools. It exists only once both are
+final: for S when its tokens have been taken; for P with shadow history when its blocks are stored (they depend on the cycle heads
+up to the page's end only, since pages hold whole cycles), and with real history when its last cycle has been refreshed. So reuse
+is exact in all variants, and the block of an unfinished cycle, or a cycle not yet refreshed, is never part of it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_dmtd.inference.pages import PageTable
+from megatron_dmtd.inference.planner import Method
+from megatron_dmtd.inference.pools import Pools, Tables
+
+ROOT = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """How much of a sequence the index knows: its last entry, and its number of pages."""
+
+    entry_id: int = ROOT
+    num_pages: int = 0
+
+
+@dataclass(slots=True)
+class _Entry:
+    entry_id: int
+    parent: int
+    tokens: tuple[int, ...]
+    tables: Tables
+    """One page of each pool; none in P for a vanilla model."""
+    num_children: int = 0
+
+
+class PrefixIndex:
+    """Entries by (parent, tokens), least recently used first. It is an owner of its pages."""
+
+    def __init__(self, pools: Pools, method: Method) -> None:
+        self.pools, self.method = pools, method
+        self.page_size = pools.sequential.shape.page_size
+        assert self.page_size == method.cycle_start(self.page_size), "pages must hold whole cycles"
+        self._entries: OrderedDict[tuple[int, tuple[int, ...]], _Entry] = OrderedDict()
+        self._by_id: dict[int, _Entry] = {}
+        self._next_id = ROOT + 1
+        self.num_reused_tokens = 0
+        """Tokens that requests did not have to compute, since the start."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def _page(self, tokens: Sequence[int], number: int) -> tuple[int, ...]:
+        return tuple(tokens[number * self.page_size : (number + 1) * self.page_size])
+
+    def _chain(self, tokens: Sequence[int], num_pages: int) -> Iterator[_Entry]:
+        """Entries of the first `num_pages` pages of `tokens`, until one is missing; each becomes the most recently used."""
+        parent = ROOT
+        for number in range(num_pages):
+            key = (parent, self._page(tokens, number))
+            entry = self._entries.get(key)
+            if entry is None:
+                return
+            self._entries.move_to_end(key)
+            parent = entry.entry_id
+            yield entry
+
+    def attach(self, tokens: Sequence[int]) -> tuple[Tables, Known]:
+        """Shared pages of the longest known prefix of `tokens` but its last one, which must be computed."""
+        found = list(self._chain(tokens, (len(tokens) - 1) // self.page_size))
+        tables = Tables(
+            PageTable(page for entry in found for page in entry.tables.parallel.pages),
+            PageTable(page for entry in found for page in entry.tables.sequential.pages),
+        )
+        self.pools.parallel.pages.share(tables.parallel.pages)
+        self.pools.sequential.pages.share(tables.sequential.pages)
+        return tables, Known(found[-1].entry_id, len(found)) if found else Known()
+
+    def num_final_pages(self, num_taken: int) -> int:
+        """Leading pages of a request whose contents will not change any more."""
+        final = num_taken if self.method.is_vanilla else min(num_taken, self.method.parallel_length(num_taken))
+        return final // self.page_size
+
+    def add(self, tokens: Sequence[int], tables: Tables, num_taken: int, known: Known) -> Known:
+        """Make the request's final pages known. A page that is known already keeps its first copy.
+
+        `known` is what an earlier call for the same request gave, so that work does not grow with its length; if that entry has
+        been forgotten since, the pages are looked up from the start.
+        """
+        if known.entry_id != ROOT and known.entry_id not in self._by_id:
+            known = Known()
+        parent = known.entry_id
+        for number in range(known.num_pages, self.num_final_pages(num_taken)):
+            key = (parent, self._page(tokens, number))
+            entry = self._entries.get(key) or self._new_entry(key, tables, number)
+            self._entries.move_to_end(key)
+            parent = entry.entry_id
+        return Known(parent, max(known.num_pages, self.num_final_pages(num_taken)))
+
+    def _new_entry(self, key: tuple[int, tuple[int, ...]], tables: Tables, number: int) -> _Entry:
+        pages = slice(number, number + 1)
+        owned = Tables(PageTable(tables.parallel.pages[pages]), PageTable(tables.sequential.pages[pages]))
+        self.pools.parallel.pages.share(owned.parallel.pages)
+        self.pools.sequential.pages.share(owned.sequential.pages)
+        parent, page_tokens = key
+        entry = _Entry(self._next_id, parent, page_tokens, owned)
+        self._next_id += 1
+        self._entries[key] = self._by_id[entry.entry_id] = entry
+        if parent != ROOT:
+            self._by_id[parent].num_children += 1
+        return entry
+
+    def evict_one(self) -> bool:
+        """Let go of one entry without children: the least recently used one whose pages nobody else owns, or else any: its
+        parent may then be let go of. False if there is none.
+        """
+        leaves = [(key, entry) for key, entry in self._entries.items() if entry.num_children == 0]
+        if not leaves:
+            return False
+        self._remove(*next((leaf for leaf in leaves if self._is_sole_owner(leaf[1])), leaves[0]))
+        return True
+
+    def _is_sole_owner(self, entry: _Entry) -> bool:
+        return all(self.pools.sequential.pages.num_owners(page) == 1 for page in entry.tables.sequential.pages)
+
+    def _remove(self, key: tuple[int, tuple[int, ...]], entry: _Entry) -> None:
+        del self._entries[key]
+        del self._by_id[entry.entry_id]
+        if entry.parent != ROOT:
+            self._by_id[entry.parent].num_children -= 1
+        self.pools.release(entry.tables)
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        for entry in self._entries.values():
+            self.pools.release(entry.tables)
+        self._entries.clear()
+        self._by_id.clear()
+
+    def owned(self) -> Iterator[Tables]:
+        """What the index owns, for the pools' check."""
+        return (entry.tables for entry in self._entries.values())

@@ -1,0 +1,229 @@
+"""Who computes what next: admission, pieces of prompts, alignment of cycle heads, preemption. Numbers only.
+
+Decoding requests whose phases differ would make the parallel layers' weights be read almost every step. So there is a clock that
+counts phases: a step decodes the requests whose next token is at the clock's phase, and then the clock moves on. A request out
+of phase waits until the clock comes round, at most `cycle_length - 1` steps, once. Pieces of prompts go with the heads, for the
+same reason, unless nobody decodes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from megatron_dmtd.inference.planner import Chunk, Method
+from megatron_dmtd.inference.pools import Pools, Tables
+from megatron_dmtd.inference.prefix import Known, PrefixIndex
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class Sequence:
+    """One sample of one request, as scheduling sees it."""
+
+    tokens: list[int]
+    """Prompt, then output."""
+    tables: Tables = field(default_factory=Tables.empty)
+    num_taken: int = 0
+    """Tokens that have gone through the sequential layers."""
+    slot: int = -1
+    """Place in the batch; -1 while waiting."""
+    num_preemptions: int = 0
+    known: Known = field(default_factory=Known)
+    """How much of it the prefix index knows."""
+
+    @property
+    def remaining(self) -> int:
+        """Tokens known and not taken; 1 means that the next step decodes."""
+        return len(self.tokens) - self.num_taken
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """One sequence's part of a step."""
+
+    sequence: Sequence
+    chunk: Chunk
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the step takes the last known token, so that a new one can be chosen."""
+        return self.chunk.stop == len(self.chunk.tokens)
+
+
+class Scheduler:
+    """Waiting and running sequences, oldest first."""
+
+    def __init__(
+        self,
+        method: Method,
+        pools: Pools,
+        *,
+        num_slots: int,
+        chunk_tokens: int,
+        align_heads: bool,
+        prefix_index: PrefixIndex | None,
+    ) -> None:
+        assert num_slots >= 1 and chunk_tokens >= 1, (num_slots, chunk_tokens)
+        self.method, self.pools, self.prefix_index = method, pools, prefix_index
+        self.chunk_tokens, self.align_heads = chunk_tokens, align_heads
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._clock = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing waits or runs."""
+        return not self.waiting and not self.running
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence. The caller has seen to it that it can fit when it is alone."""
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, waiting or running, and free what it holds."""
+        if sequence.slot < 0:
+            self.waiting.remove(sequence)
+        else:
+            self._take_down(sequence)
+
+    def schedule(self) -> list[Scheduled]:
+        """The next step. Empty only if nothing can run, that is, if idle."""
+        self._admit()
+        step: list[Scheduled] = []
+        # A step can come out empty when its only candidates had to give up their pages; those left then run in the next try.
+        for _ in range(len(self.running) + self.method.cycle_length):
+            self._schedule_running(step)
+            if step:
+                break
+        assert step or self.is_idle, "nothing could be scheduled although something waits"
+        return step
+
+    def _schedule_running(self, step: list[Scheduled]) -> None:
+        decoding = [sequence for sequence in self.running if sequence.remaining == 1]
+        for sequence in self._aligned(decoding):
+            self._schedule_one(sequence, len(sequence.tokens), step)
+        if self._prompts_may_run(bool(decoding)):
+            self._schedule_prompts(step)
+
+    def finish_step(self, step: list[Scheduled]) -> None:
+        """Note what the step has taken. Call it before new tokens are appended."""
+        for scheduled in step:
+            sequence = scheduled.sequence
+            sequence.num_taken = scheduled.chunk.stop
+            if self.prefix_index is not None:
+                before = self.prefix_index.num_final_pages(scheduled.chunk.start)
+                if self.prefix_index.num_final_pages(sequence.num_taken) > before:
+                    taken, known = sequence.num_taken, sequence.known
+                    sequence.known = self.prefix_index.add(sequence.tokens, sequence.tables, taken, known)
+
+    def owned(self) -> Iterator[Tables]:
+        """Everything that owns pages, for the pools' check."""
+        yield from (sequence.tables for sequence in (*self.waiting, *self.running))
+        if self.prefix_index is not None:
+            yield from self.prefix_index.owned()
+
+    # Admission.
+
+    def _admit(self) -> None:
+        """Let sequences in, oldest first, while there are slots, and pages for all that they and the running ones know."""
+        while self.waiting and self._free_slots:
+            sequence = self.waiting[0]
+            if self.prefix_index is not None:
+                sequence.tables, sequence.known = self.prefix_index.attach(sequence.tokens)
+                sequence.num_taken = sequence.known.num_pages * self.prefix_index.page_size
+            if self.running and not self._make_room(sequence, len(sequence.tokens), self._promised()):
+                self.pools.release(sequence.tables)
+                sequence.num_taken, sequence.known = 0, Known()
+                return
+            if self.prefix_index is not None:
+                self.prefix_index.num_reused_tokens += sequence.num_taken
+            self.waiting.popleft()
+            sequence.slot = self._free_slots.pop()
+            self.running.append(sequence)
+
+    def _promised(self) -> tuple[int, int]:
+        """Pages that running sequences still lack for the tokens that they know: in P, in S."""
+        lacks = [self._missing(sequence, len(sequence.tokens)) for sequence in self.running]
+        return sum(parallel for parallel, _ in lacks), sum(sequential for _, sequential in lacks)
+
+    def _missing(self, sequence: Sequence, stop: int) -> tuple[int, int]:
+        return self.pools.missing(sequence.tables, self.method.parallel_length(stop), stop)
+
+    # Alignment.
+
+    def _aligned(self, decoding: list[Sequence]) -> list[Sequence]:
+        """The decoding sequences at the clock's phase; all of them if heads are not to be aligned."""
+        if not self.align_heads or not decoding:
+            return decoding
+        phases = {self.method.phase(sequence.num_taken) for sequence in decoding}
+        if self._clock not in phases:
+            # Nobody is in step: start where the one farthest from its next head stands, so that the others join on the way.
+            self._clock = min((phase for phase in phases if phase > 0), default=0)
+        chosen = [sequence for sequence in decoding if self.method.phase(sequence.num_taken) == self._clock]
+        self._clock = self.method.phase(self._clock + 1)
+        return chosen
+
+    def _prompts_may_run(self, is_decoding: bool) -> bool:
+        """With heads (the clock has moved on to phase 1, or is still 0 for cycles of one token), or when nobody decodes."""
+        return not self.align_heads or not is_decoding or self._clock == self.method.phase(1)
+
+    def _schedule_prompts(self, step: list[Scheduled]) -> None:
+        budget = self.chunk_tokens
+        for sequence in list(self.running):
+            if budget <= 0:
+                return
+            if sequence.slot < 0 or sequence.remaining <= 1:  # preempted on the way, or decoding
+                continue
+            stop = self._chunk_stop(sequence, budget)
+            if self._schedule_one(sequence, stop, step):
+                budget -= stop - sequence.num_taken
+
+    def _chunk_stop(self, sequence: Sequence, budget: int) -> int:
+        """The end of the next piece: whole cycles if possible, so that the piece after it is not cut short."""
+        limit = min(len(sequence.tokens), sequence.num_taken + budget)
+        if limit < len(sequence.tokens) and self.method.cycle_start(limit) > sequence.num_taken:
+            limit = self.method.cycle_start(limit)
+        return self.method.furthest_stop(sequence.num_taken, limit)
+
+    # Pages.
+
+    def _schedule_one(self, sequence: Sequence, stop: int, step: list[Scheduled]) -> bool:
+        """Give the sequence its pages and a part of the step; younger ones are preempted if need be. False if it must wait."""
+        if sequence.slot < 0:
+            return False
+        while not self._make_room(sequence, stop):
+            scheduled = {id(other.sequence) for other in step}
+            victim = next((other for other in reversed(self.running) if id(other) not in scheduled), None)
+            if step and victim in (None, sequence):
+                return False  # everyone younger is gone or computes in this step: wait for it
+            assert victim is not None and len(self.running) > 1, "a sequence that fits alone found no room"
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        self.pools.grow(sequence.tables, self.method.parallel_length(stop), stop)
+        step.append(Scheduled(sequence, Chunk(sequence.slot, sequence.tokens, sequence.num_taken, stop)))
+        return True
+
+    def _make_room(self, sequence: Sequence, stop: int, promised: tuple[int, int] = (0, 0)) -> bool:
+        """Whether the pages for `stop` tokens are free besides those promised, if need be after forgetting prefixes."""
+        parallel, sequential = (sum(pair) for pair in zip(self._missing(sequence, stop), promised))
+        while not self.pools.has_free(parallel, sequential):
+            if self.prefix_index is None or not self.prefix_index.evict_one():
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Free all that it holds; it computes its tokens again when it is let in, before younger ones."""
+        self._take_down(sequence)
+        sequence.num_taken, sequence.known = 0, Known()
+        sequence.num_preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _take_down(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.pools.release(sequence.tables)
+        sequence.tables = Tables.empty()  # a new object: the runner tells by it that the slot's pages are others now
+        self._free_slots.append(sequence.slot)
+        sequence.slot = -1
