@@ -1,4 +1,4 @@
-"""The tree is the architecture: who may import whom, and who may know which library. Reads sources with `ast`, imports nothing."""
+"""The tree is the architecture: who may import whom, who may know which library. Reads the sources with `ast`, imports none."""
 
 import ast
 from pathlib import Path

@@ -12,7 +12,7 @@ from megatron_dmtd.cycle import VANILLA, VARIANTS
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "examples").glob("*/*.yaml"))
 PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-#: name -> layers, parallel layers, hidden, feed-forward, heads, key-value heads, head width, vocabulary, rope theta, q/k norm, MASK
+#: name -> layers, parallel layers, hidden, feed-forward, heads, key-value heads, head width, vocabulary, rope, q/k norm, MASK
 SHAPES = {
     "qwen3-4b": (36, 28, 2560, 9728, 32, 8, 128, 151936, 1e6, True, 151660),
     "smollm2-135m": (30, 23, 576, 1536, 9, 3, 64, 49152, 1e5, False, 16),

@@ -27,18 +27,9 @@ def write_texts(folder: Path) -> None:
 
 
 def start(texts: Path, output: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "tools/quickstart.py",
-        "--input",
-        str(texts),
-        "--output",
-        str(output),
-        "--heldout-fraction",
-        "0.15",
-    ]
+    command = [sys.executable, "tools/quickstart.py", "--input", str(texts), "--output", str(output)]
     return subprocess.run(
-        [*command, "--steps", "4", "--new-tokens", "9", "--timed-runs", "1", *options],
+        [*command, "--heldout-fraction", "0.15", "--steps", "4", "--new-tokens", "9", "--timed-runs", "1", *options],
         cwd=ROOT,
         capture_output=True,
         text=True,
