@@ -3,20 +3,27 @@
     python tools/convert.py import Qwen3-4B-Base start --variant causal-refresh --num-parallel-layers 28 --mask-token-id 151660
     python tools/convert.py export runs/mine exported --dtype bfloat16
     python tools/convert.py inspect runs/mine
+    python tools/convert.py verify runs/mine exported --dtype bfloat16
+    python tools/convert.py diff runs/mine runs/other
 
 `import` makes a checkpoint to start training from (`checkpoint.init_from`). `export` takes a checkpoint, or a run's newest one.
+`verify` and `diff` compare any two of Hugging Face directories, checkpoints and runs, bit for bit: `verify` names all that
+differs, `diff` also says by how much. Exit status: 0 done or equal, 1 different, 2 refused.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
 import torch
 
 from megatron_dmtd.config import CycleConfig
-from megatron_dmtd.conversion.convert import Contents, export_hf, import_hf, inspect
+from megatron_dmtd.conversion.compare import Comparison, compare
+from megatron_dmtd.conversion.convert import export_hf, import_hf
+from megatron_dmtd.conversion.sources import Source, num_parameters, open_source
 from megatron_dmtd.cycle import VARIANTS
 from megatron_dmtd.errors import ConfigError, DMTDError
 
@@ -30,8 +37,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    importing = commands.add_parser("import", help="Hugging Face directory to checkpoint", allow_abbrev=False)
-    importing.add_argument("hf_directory", help="Qwen3, Llama or DMTD model directory with safetensors")
+    importing = commands.add_parser("import", help="Hugging Face directory or GGUF file to checkpoint", allow_abbrev=False)
+    importing.add_argument("hf_directory", help="Qwen3, Llama or DMTD model directory with safetensors, or a GGUF file")
     importing.add_argument("output", help="directory to make")
     importing.add_argument(
         "--variant", choices=sorted(VARIANTS), help="what an ordinary decoder is to learn; without it: vanilla"
@@ -49,6 +56,14 @@ def _parser() -> argparse.ArgumentParser:
 
     inspecting = commands.add_parser("inspect", help="what a directory holds, and whether it is whole", allow_abbrev=False)
     inspecting.add_argument("path", help="Hugging Face directory, checkpoint or run directory")
+
+    verifying = commands.add_parser("verify", help="whether two directories hold the same model", allow_abbrev=False)
+    diffing = commands.add_parser("diff", help="how far two models differ", allow_abbrev=False)
+    for comparing in (verifying, diffing):
+        comparing.add_argument("first", help="Hugging Face directory, checkpoint or run directory")
+        comparing.add_argument("second", help="the same")
+        comparing.add_argument("--dtype", choices=list(_DTYPES), help="cast the first one's weights before comparing")
+        comparing.add_argument("--any-method", action="store_true", help="the cycles may differ, as in a vanilla export")
     return parser
 
 
@@ -67,53 +82,98 @@ def _cycle(arguments: argparse.Namespace) -> CycleConfig | None:
     return CycleConfig(variant=arguments.variant, **given)
 
 
-def _summary(contents: Contents) -> str:
-    model, cycle = contents.model, contents.cycle
-    types = sorted({str(spec.dtype).removeprefix("torch.") for spec in contents.tensors.values()})
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _summary(source: Source) -> str:
+    model, cycle = source.model, source.cycle
+    types = sorted({_type_name(spec.dtype) for spec in source.stored.values()})
     method: str = cycle.variant
     if not cycle.is_vanilla:
         method += f", cycle length {cycle.cycle_length}, parallel layers {cycle.num_parallel_layers}, mask {cycle.mask_token_id}"
     return "\n".join(
         (
-            f"{contents.directory}: {contents.kind}",
+            f"{source.directory}: {source.kind}",
             f"method: {method}",
             f"layers: {model.num_layers}, hidden {model.hidden_size}, feed-forward {model.intermediate_size}, "
             f"heads {model.num_attention_heads} over {model.num_key_value_heads} x {model.head_dim}",
             f"vocabulary: {model.vocab_size}, {'tied' if model.tie_word_embeddings else 'untied'} head",
             f"q/k norm: {'yes' if model.qk_norm else 'no'}, rope theta {model.rope_theta:g}, norm eps {model.rms_norm_eps:g}",
-            f"tensors: {len(contents.tensors)}, all accounted for; {contents.num_parameters:,} numbers, {', '.join(types)}",
+            f"tensors: {len(source.stored)}, all accounted for; {num_parameters(source):,} numbers, {', '.join(types)}",
         )
     )
 
 
-def _run(arguments: argparse.Namespace) -> str:
+def _inspect(path: str) -> int:
+    source = open_source(path)
+    for name, spec in source.stored.items():
+        print(f"{_type_name(spec.dtype):9} {list(spec.shape)!s:16} {name}")
+    print(_summary(source))
+    return 0
+
+
+def _names_only(comparison: Comparison) -> list[str]:
+    values = [f"{item.name}: {item.num_different:,} of {item.num_elements:,} numbers differ" for item in comparison.values]
+    return [*comparison.settings, *comparison.structure, *values]
+
+
+def _with_sizes(comparison: Comparison) -> list[str]:
+    """The tensors that differ most come first."""
+    lines = [*comparison.settings, *comparison.structure]
+    if comparison.values:
+        lines.append(f"{'relative':>10} {'largest':>10} {'differing':>20}  tensor")
+    for item in sorted(comparison.values, key=lambda item: -item.relative):
+        share = f"{item.num_different:,}/{item.num_elements:,}"
+        lines.append(f"{item.relative:10.3e} {item.largest:10.3e} {share:>20}  {item.name}")
+    return lines
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    first, second = open_source(arguments.first), open_source(arguments.second)
+    dtype = _DTYPES.get(arguments.dtype)
+    comparison = compare(first, second, dtype=dtype, ignore_cycles=arguments.any_method)
+    lines = _names_only(comparison) if arguments.command == "verify" else _with_sizes(comparison)
+    verdict = "the same model" if comparison.is_equal else f"{len(lines)} difference(s)"
+    if arguments.command == "diff" and not comparison.is_equal:
+        verdict = "different"
+    print("\n".join((*lines, f"{verdict}: {comparison.num_equal} tensors equal bit for bit")))
+    return 0 if comparison.is_equal else 1
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.command == "inspect":
+        return _inspect(arguments.path)
+    if arguments.command in ("verify", "diff"):
+        return _compare(arguments)
     if arguments.command == "import":
-        return _summary(import_hf(arguments.hf_directory, arguments.output, cycle=_cycle(arguments)))
-    if arguments.command == "export":
-        contents = export_hf(
+        made = import_hf(arguments.hf_directory, arguments.output, cycle=_cycle(arguments))
+    else:
+        made = export_hf(
             arguments.checkpoint,
             arguments.output,
             dtype=_DTYPES.get(arguments.dtype),
             as_vanilla=arguments.vanilla,
             tokenizer_dir=arguments.tokenizer,
         )
-        return _summary(contents)
-    contents = inspect(arguments.path)
-    lines = [
-        f"{str(spec.dtype).removeprefix('torch.'):9} {list(spec.shape)!s:16} {name}" for name, spec in contents.tensors.items()
-    ]
-    return "\n".join((*lines, _summary(contents)))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 2 refused (the message says what to change)."""
-    try:
-        print(_run(_parser().parse_args(argv)))
-    except DMTDError as error:
-        print(f"{type(error).__name__}\n{error}", file=sys.stderr)
-        return 2
+    print(_summary(made))
     return 0
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done or equal, 1 different, 2 refused (the message says what to change)."""
+    try:
+        return _run(_parser().parse_args(argv))
+    except DMTDError as error:
+        print(f"{type(error).__name__}\n{error}", file=sys.stderr)
+        return 2
+
+
+def _end_on_signal(number: int, frame: object) -> None:
+    """Leave by an exception, which removes what is half-written."""
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _end_on_signal)
     sys.exit(main())

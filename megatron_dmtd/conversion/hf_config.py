@@ -29,24 +29,30 @@ class _Defaults:
     head_dim: int | None
     """None: hidden size over query heads."""
     max_position_embeddings: int
+    rope_theta: float = 10_000.0
+    tie_word_embeddings: bool = False
 
 
-_QWEN3 = _Defaults(qk_norm=True, num_key_value_heads=32, head_dim=128, max_position_embeddings=32768)
 _MODEL_TYPES = {
-    "qwen3": _QWEN3,
-    "dmtdqwen3": _QWEN3,
+    "qwen3": _Defaults(qk_norm=True, num_key_value_heads=32, head_dim=128, max_position_embeddings=32768),
+    # what the runtimes of this family assume, which is not what Qwen3 does
+    "dmtdqwen3": _Defaults(
+        qk_norm=True,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rope_theta=1_000_000.0,
+        tie_word_embeddings=True,
+    ),
     "llama": _Defaults(qk_norm=False, num_key_value_heads=None, head_dim=None, max_position_embeddings=2048),
 }
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_CYCLE_FIELDS = (
-    "mtp_horizon",
-    "num_parallel_layers",
-    "num_sequential_layers",
-    "mask_token_id",
-    "dmtd_history_mode",
-    "dmtd_block_attention",
-)
-_ROPE_THETA = 10_000.0  # transformers' default base
+_CYCLE_FIELDS = ("mtp_horizon", "num_parallel_layers", "num_sequential_layers", "mask_token_id")
+#: the variant of a config.json that names none: checkpoints older than the two fields are of it
+_CYCLE_MODES = {"dmtd_history_mode": "shadow", "dmtd_block_attention": "causal"}
+
+
+_NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
 
 
 def _refuse(faults: list[str], *, required: str) -> None:
@@ -60,10 +66,7 @@ def _refuse(faults: list[str], *, required: str) -> None:
 
 def _rope(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """Rotary settings, of transformers 5 (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`), as one mapping."""
-    merged = {"rope_theta": fields.get("rope_theta")} | (fields.get("rope_scaling") or {}) | (fields.get("rope_parameters") or {})
-    if merged["rope_theta"] is None:
-        merged["rope_theta"] = _ROPE_THETA
-    return merged
+    return {"rope_theta": fields.get("rope_theta")} | (fields.get("rope_scaling") or {}) | (fields.get("rope_parameters") or {})
 
 
 def _unsupported(fields: Mapping[str, Any]) -> list[str]:
@@ -83,6 +86,8 @@ def _unsupported(fields: Mapping[str, Any]) -> list[str]:
         "sliding-window layers in layer_types": "sliding_attention" in (fields.get("layer_types") or ()),
         f"mixture of experts ({experts})": bool(experts),
         "quantization_config": bool(fields.get("quantization_config")),
+        "num_thinking_layers, of DMTD without look-ahead blocks": fields.get("num_thinking_layers") is not None,
+        "num_encoding_layers": bool(fields.get("num_encoding_layers")),
     }
     return [name for name, is_present in checks.items() if is_present]
 
@@ -98,9 +103,9 @@ def _model_config(fields: Mapping[str, Any], defaults: _Defaults) -> ModelConfig
         head_dim=fields.get("head_dim") or defaults.head_dim or fields["hidden_size"] // heads,
         vocab_size=fields["vocab_size"],
         max_position_embeddings=fields.get("max_position_embeddings", defaults.max_position_embeddings),
-        rope_theta=float(_rope(fields)["rope_theta"]),
+        rope_theta=float(_rope(fields)["rope_theta"] or defaults.rope_theta),
         rms_norm_eps=fields.get("rms_norm_eps", 1e-6),
-        tie_word_embeddings=fields.get("tie_word_embeddings", False),
+        tie_word_embeddings=fields.get("tie_word_embeddings", defaults.tie_word_embeddings),
         qk_norm=fields.get("qk_norm", defaults.qk_norm),
         init_std=fields.get("initializer_range", 0.02),
     )
@@ -109,17 +114,17 @@ def _model_config(fields: Mapping[str, Any], defaults: _Defaults) -> ModelConfig
 def _cycle_config(fields: Mapping[str, Any]) -> CycleConfig:
     missing = [name for name in _CYCLE_FIELDS if name not in fields]
     _refuse([f"no {name}" for name in missing], required="the cycle fields " + ", ".join(_CYCLE_FIELDS))
-    modes = (fields["dmtd_history_mode"], fields["dmtd_block_attention"])
+    history, block_attention = (fields.get(name) or default for name, default in _CYCLE_MODES.items())
     names = {value: name for name, value in VARIANTS.items()}
     split = fields["num_parallel_layers"] + fields["num_sequential_layers"]
     faults = []
-    if modes not in names:
-        faults.append(f"dmtd_history_mode {modes[0]!r} with dmtd_block_attention {modes[1]!r}")
+    if (history, block_attention) not in names:
+        faults.append(f"dmtd_history_mode {history!r} with dmtd_block_attention {block_attention!r}")
     if split != fields["num_hidden_layers"]:
         faults.append(f"num_parallel_layers + num_sequential_layers = {split}, num_hidden_layers = {fields['num_hidden_layers']}")
     _refuse(faults, required="shadow or real history, causal or bidirectional blocks, and layers that add up")
     return CycleConfig(
-        variant=cast(Variant, names[modes]),
+        variant=cast(Variant, names[history, block_attention]),
         num_parallel_layers=fields["num_parallel_layers"],
         cycle_length=fields["mtp_horizon"],
         mask_token_id=fields["mask_token_id"],
@@ -177,6 +182,7 @@ def _decoder_fields(model: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": model.tie_word_embeddings,
         "attention_bias": False,
         "attention_dropout": 0.0,
+        "use_cache": True,
     }
 
 
@@ -184,11 +190,13 @@ def to_hf_config(model: ModelConfig, cycle: CycleConfig) -> dict[str, Any]:
     """The fields of a `config.json` for `model`: `dmtdqwen3`, or for a vanilla cycle `qwen3` or `llama` (by its q/k norm)."""
     fields = _decoder_fields(model)
     if cycle.is_vanilla:
-        names = ("qwen3", "Qwen3ForCausalLM") if model.qk_norm else ("llama", "LlamaForCausalLM")
-        return {"model_type": names[0], "architectures": [names[1]]} | fields
+        if not model.qk_norm:
+            return {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "mlp_bias": False} | fields
+        return {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]} | fields | _NO_WINDOW
     return (
         {"model_type": "dmtdqwen3", "architectures": ["DMTDQwen3ForCausalLM"]}
         | fields
+        | _NO_WINDOW
         | {
             "qk_norm": model.qk_norm,
             "mtp_horizon": cycle.cycle_length,

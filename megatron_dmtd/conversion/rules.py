@@ -9,7 +9,7 @@ R rows of whatever a matrix holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,13 +43,24 @@ class Rule:
 
     own_name: str
     own_shapes: tuple[Shape, ...]
-    """Accepted shapes; `join` makes the first."""
+    """Accepted shapes; an import makes the first."""
     foreign: tuple[tuple[str, Shape], ...]
-    """Name and shape of each foreign tensor, in the order of `join` and `split`."""
-    join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
-    """Foreign to own."""
-    split: Callable[[torch.Tensor], Sequence[torch.Tensor]]
-    """Own to foreign. The parts may share memory with the whole."""
+    """Name and shape of each foreign tensor."""
+    parts: Callable[[torch.Tensor], Sequence[torch.Tensor]]
+    """The own tensor to one view of it for each foreign tensor, which holds that one's numbers in order. Read in both
+    directions: an import fills the views, an export copies them out."""
+
+    def join(self, read_into: Callable[[str, torch.Tensor], None], dtype: torch.dtype) -> torch.Tensor:
+        """The own tensor, of which `read_into(foreign name, view)` fills each part; zero where no part lies."""
+        whole = torch.zeros(self.own_shapes[0], dtype=dtype)
+        for (name, _), view in zip(self.foreign, self.parts(whole), strict=True):
+            read_into(name, view)
+        return whole
+
+    def split(self, whole: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """The foreign tensors, by name. They may share memory with the own one."""
+        for (name, shape), view in zip(self.foreign, self.parts(whole), strict=True):
+            yield name, view.reshape(shape)
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
@@ -62,25 +73,18 @@ def _same(own_name: str, foreign_name: str, shape: Shape) -> Rule:
         own_name=own_name,
         own_shapes=(shape,),
         foreign=((foreign_name, shape),),
-        join=lambda parts: parts[0],
-        split=lambda whole: (whole,),
+        parts=lambda whole: (whole,),
     )
 
 
 def _vocabulary(own_name: str, foreign_name: str, model: ModelConfig) -> Rule:
     """Zero rows fill the table up to its padded size; they are cut off again."""
     padded = padded_vocab_size(model.vocab_size)
-
-    def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        (table_VH,) = parts
-        return torch.nn.functional.pad(table_VH, (0, 0, 0, padded - model.vocab_size))
-
     return Rule(
         own_name=own_name,
         own_shapes=((padded, model.hidden_size), (model.vocab_size, model.hidden_size)),
         foreign=((foreign_name, (model.vocab_size, model.hidden_size)),),
-        join=join,
-        split=lambda whole_RH: (whole_RH[: model.vocab_size],),
+        parts=lambda whole_RH: (whole_RH[: model.vocab_size],),
     )
 
 
@@ -91,14 +95,8 @@ def _query_key_value(own_name: str, foreign_prefix: str, model: ModelConfig) -> 
     query_shape = (model.num_attention_heads * head_dim, hidden)
     key_shape = (groups * head_dim, hidden)
 
-    def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        grouped = [part_RH.reshape(groups, -1, head_dim, hidden) for part_RH in parts]
-        return torch.cat(grouped, dim=1).reshape(-1, hidden)
-
-    def split(whole_RH: torch.Tensor) -> Sequence[torch.Tensor]:
-        grouped_GRDH = whole_RH.reshape(groups, per_group + 2, head_dim, hidden)
-        parts = grouped_GRDH.split([per_group, 1, 1], dim=1)
-        return [part_GRDH.reshape(-1, hidden) for part_GRDH in parts]
+    def parts(whole_RH: torch.Tensor) -> Sequence[torch.Tensor]:
+        return whole_RH.view(groups, per_group + 2, head_dim, hidden).split([per_group, 1, 1], dim=1)
 
     return Rule(
         own_name=own_name,
@@ -108,8 +106,7 @@ def _query_key_value(own_name: str, foreign_prefix: str, model: ModelConfig) -> 
             (f"{foreign_prefix}.k_proj.weight", key_shape),
             (f"{foreign_prefix}.v_proj.weight", key_shape),
         ),
-        join=join,
-        split=split,
+        parts=parts,
     )
 
 
@@ -119,8 +116,7 @@ def _gate_and_up(own_name: str, foreign_prefix: str, model: ModelConfig) -> Rule
         own_name=own_name,
         own_shapes=((2 * model.intermediate_size, model.hidden_size),),
         foreign=((f"{foreign_prefix}.gate_proj.weight", shape), (f"{foreign_prefix}.up_proj.weight", shape)),
-        join=lambda parts: torch.cat(list(parts)),
-        split=lambda whole: whole.chunk(2),
+        parts=lambda whole: whole.chunk(2),
     )
 
 
@@ -189,19 +185,37 @@ def check_own(model: ModelConfig, found: Mapping[str, TensorSpec]) -> None:
 
 
 def _without_tied_head(model: ModelConfig, names: Iterable[str]) -> list[str]:
-    """Some writers store the tied head a second time; `from_hf` compares it with the embedding table instead of mapping it."""
+    """Some writers store the tied head a second time; it is compared with the embedding table instead of mapped."""
     return [name for name in names if not (model.tie_word_embeddings and name == _FOREIGN_HEAD)]
 
 
 def check_foreign(model: ModelConfig, found: Mapping[str, TensorSpec]) -> None:
     """Accept exactly the foreign tensors of `model`, or raise one `ConversionError` that lists every fault.
 
-    A tied model may carry the head too; that it equals the embedding table, only `from_hf` can tell.
+    A tied model may carry the head too; `check_tied_head` compares the numbers.
     """
     table = rules(model)
     kept = {name: found[name] for name in _without_tied_head(model, found)}
     expected = {name: (shape,) for rule in table for name, shape in rule.foreign}
     _refuse(_faults(expected, kept) + _mixed_types(table, kept))
+
+
+def check_tied_head(model: ModelConfig, names: Iterable[str], are_equal: Callable[[str, str], bool]) -> None:
+    """Raise `ConversionError` if a tied model carries a head that is not its embedding table."""
+    if model.tie_word_embeddings and _FOREIGN_HEAD in names and not are_equal(_FOREIGN_HEAD, _FOREIGN_EMBEDDING):
+        _refuse([f"{_FOREIGN_HEAD} differs from {_FOREIGN_EMBEDDING}, though the configuration ties them"])
+
+
+def foreign_specs(
+    model: ModelConfig, own: Mapping[str, TensorSpec], *, dtype: torch.dtype | None = None
+) -> dict[str, TensorSpec]:
+    """What an export of own tensors holds, in the order in which it is written; `dtype` None keeps the types."""
+    return {name: TensorSpec(shape, dtype or own[rule.own_name].dtype) for rule in rules(model) for name, shape in rule.foreign}
+
+
+def own_specs(model: ModelConfig, foreign: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """What an import of foreign tensors holds."""
+    return {rule.own_name: TensorSpec(rule.own_shapes[0], foreign[rule.foreign[0][0]].dtype) for rule in rules(model)}
 
 
 def to_hf(model: ModelConfig, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -210,25 +224,18 @@ def to_hf(model: ModelConfig, own: Mapping[str, torch.Tensor]) -> dict[str, torc
     Raises one `ConversionError` for all missing, unknown, misshaped and wrongly typed tensors.
     """
     check_own(model, {name: spec_of(tensor) for name, tensor in own.items()})
-    foreign: dict[str, torch.Tensor] = {}
-    for rule in rules(model):
-        for (name, shape), part in zip(rule.foreign, rule.split(own[rule.own_name]), strict=True):
-            assert tuple(part.shape) == shape, (name, part.shape, shape)
-            foreign[name] = part
-    return foreign
+    return {name: part for rule in rules(model) for name, part in rule.split(own[rule.own_name])}
 
 
 def from_hf(model: ModelConfig, foreign: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Hugging Face's tensors of `model` as own ones, vocabulary padded. Tensors may share memory with the foreign ones.
+    """Hugging Face's tensors of `model` as own ones, vocabulary padded.
 
     Raises one `ConversionError` for all missing, unknown, misshaped and wrongly typed tensors, or if a tied head differs.
     """
     check_foreign(model, {name: spec_of(tensor) for name, tensor in foreign.items()})
-    has_tied_head = model.tie_word_embeddings and _FOREIGN_HEAD in foreign
-    if has_tied_head and not torch.equal(foreign[_FOREIGN_HEAD], foreign[_FOREIGN_EMBEDDING]):
-        _refuse([f"{_FOREIGN_HEAD} differs from {_FOREIGN_EMBEDDING}, though the configuration ties them"])
-    own: dict[str, torch.Tensor] = {}
-    for rule in rules(model):
-        own[rule.own_name] = rule.join([foreign[name] for name, _ in rule.foreign])
-        assert tuple(own[rule.own_name].shape) == rule.own_shapes[0], (rule.own_name, own[rule.own_name].shape)
-    return own
+    check_tied_head(model, foreign, lambda first, second: torch.equal(foreign[first], foreign[second]))
+
+    def read_into(name: str, view: torch.Tensor) -> None:
+        view.copy_(foreign[name].reshape(view.shape))
+
+    return {rule.own_name: rule.join(read_into, foreign[rule.foreign[0][0]].dtype) for rule in rules(model)}

@@ -12,6 +12,18 @@ from .dmtd_cycles import VARIANTS
 HISTORY_MODES = tuple(sorted({history for history, _ in VARIANTS.values()}))
 BLOCK_ATTENTIONS = tuple(sorted({block for _, block in VARIANTS.values()}))
 
+#: What a config.json that leaves these out means in every runtime of the family; transformers' Qwen3 has other defaults.
+FAMILY_DEFAULTS = {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
+ROPE_THETA = 1_000_000.0
+
 
 def refusal(*, found: str, required: str, remedy: str) -> ValueError:
     """The error of everything that these files refuse: what was found, what is required, what to do."""
@@ -26,10 +38,11 @@ class DMTDQwen3Config(Qwen3Config):
         num_parallel_layers: The first layers, which run once per cycle on `[head, MASK, ...]`.
         num_sequential_layers: The other layers, which run once per token on `Embed(token) + parallel hidden state`.
         mask_token_id: The id that stands for a token not yet known.
-        dmtd_history_mode: What earlier cycles look like to the parallel layers: `"shadow"` or `"real"`.
-        dmtd_block_attention: Attention among the slots of one cycle: `"causal"` or `"bidirectional"`.
+        dmtd_history_mode: What earlier cycles look like to the parallel layers: `"shadow"` (also if left out) or `"real"`.
+        dmtd_block_attention: Attention among the slots of one cycle: `"causal"` (also if left out) or `"bidirectional"`.
         qk_norm: RMSNorm on each query and key head: true for Qwen3-like decoders, false for Llama-like ones.
-        kwargs: The fields of `Qwen3Config`. `num_hidden_layers` may be left out: it is the sum of both kinds of layers.
+        kwargs: The fields of `Qwen3Config`. `num_hidden_layers` may be left out: it is the sum of both kinds of layers. Others
+            that are left out are those of Qwen3-4B, as in every runtime of this family.
 
     Raises:
         ValueError: The fields contradict each other, or name something that these models do not have.
@@ -46,21 +59,35 @@ class DMTDQwen3Config(Qwen3Config):
         num_parallel_layers: int = 28,
         num_sequential_layers: int = 8,
         mask_token_id: int = 151660,
-        dmtd_history_mode: str = "real",
-        dmtd_block_attention: str = "bidirectional",
+        dmtd_history_mode: str | None = None,
+        dmtd_block_attention: str | None = None,
         qk_norm: bool = True,
         **kwargs,
     ) -> None:
         kwargs.setdefault("num_hidden_layers", num_parallel_layers + num_sequential_layers)
-        super().__init__(**kwargs)
+        if not any(kwargs.get(name) for name in ("rope_theta", "rope_parameters", "rope_scaling")):
+            kwargs["rope_theta"] = ROPE_THETA
+        self._refuse_other_methods(kwargs)
+        super().__init__(**{**FAMILY_DEFAULTS, **kwargs})
         self.mtp_horizon = mtp_horizon
         self.num_parallel_layers = num_parallel_layers
         self.num_sequential_layers = num_sequential_layers
         self.mask_token_id = mask_token_id
-        self.dmtd_history_mode = dmtd_history_mode
-        self.dmtd_block_attention = dmtd_block_attention
+        self.dmtd_history_mode = "shadow" if dmtd_history_mode is None else dmtd_history_mode
+        self.dmtd_block_attention = "causal" if dmtd_block_attention is None else dmtd_block_attention
         self.qk_norm = qk_norm
         self.check()
+
+    @staticmethod
+    def _refuse_other_methods(fields: dict) -> None:
+        """Older DMTD models have no look-ahead block; the names of their layer groups tell them apart."""
+        named = [name for name in ("num_encoding_layers", "num_thinking_layers", "num_decoding_layers") if fields.get(name)]
+        if named:
+            raise refusal(
+                found=" and ".join(named),
+                required="num_parallel_layers and num_sequential_layers: these models look ahead in every cycle",
+                remedy="load the model with the code it was published with",
+            )
 
     def check(self) -> None:
         """Accept the fields as they stand, or raise `ValueError`. The model calls it too, since fields can be assigned later."""

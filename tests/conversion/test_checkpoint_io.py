@@ -2,17 +2,15 @@
 
 import functools
 import json
+import pickle
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_dmtd.config import Config
-from megatron_dmtd.conversion.checkpoint_io import (
-    read_checkpoint_config,
-    read_model_specs,
-    read_model_tensors,
-    write_model_checkpoint,
-)
+from megatron_dmtd.conversion.checkpoint_io import CheckpointTensors, read_checkpoint_config
+from megatron_dmtd.conversion.checkpoint_io import write_model_checkpoint as write_lazily
 from megatron_dmtd.conversion.rules import rules, spec_of
 from megatron_dmtd.errors import CheckpointError, ConversionError
 from tests.support.ranks import run_ranks
@@ -22,6 +20,15 @@ from tests.support.tiny import tiny_config, with_settings
 def own_tensors(config: Config, dtype=torch.float32) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     return {rule.own_name: torch.randn(rule.own_shapes[0], generator=generator).to(dtype) for rule in rules(config.model)}
+
+
+def write_model_checkpoint(directory, tensors: dict[str, torch.Tensor], config: Config, **options) -> None:
+    write_lazily(directory, {name: spec_of(tensor) for name, tensor in tensors.items()}, tensors.__getitem__, config, **options)
+
+
+def read_model_tensors(directory) -> dict[str, torch.Tensor]:
+    checkpoint = CheckpointTensors(directory)
+    return {name: checkpoint.read(name) for name in checkpoint.specs}
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -90,7 +97,7 @@ def test_reads_what_the_trainer_saves(tmp_path, tied, tensor, pipeline):
         expected = functools.reduce(lambda first, second: first | second, ranks)
         expected = {name: expected[name] for name in expected_names}
     assert_same(found, expected)
-    assert read_model_specs(tmp_path / "run" / "step_00000000") == {name: spec_of(part) for name, part in found.items()}
+    assert CheckpointTensors(tmp_path / "run" / "step_00000000").specs == {name: spec_of(part) for name, part in found.items()}
     assert read_checkpoint_config(tmp_path / "run" / "step_00000000") == config
 
 
@@ -108,6 +115,27 @@ def test_the_trainer_loads_what_we_write(tmp_path, tied, tensor, pipeline):
         assert ranks[0].keys() & ranks[1].keys() <= {"embedding.word_embeddings.weight"}
         found = ranks[0] | ranks[1]
     assert_same(found, expected)
+
+
+def save_interleaved(config: Config, directory: str) -> None:
+    """What Megatron's own library writes where this rank holds every second layer."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    rank, num_layers = torch.distributed.get_rank(), config.model.num_layers
+    state = {}
+    for name, tensor in own_tensors(config).items():
+        if not name.startswith("decoder.layers."):
+            state[name] = ShardedTensor.from_rank_offsets(name, tensor, replica_id=rank)
+            continue
+        layer, suffix = name.removeprefix("decoder.layers.").split(".", 1)
+        if int(layer) % 2 == rank:
+            key = f"decoder.layers.{suffix}"
+            state[name] = ShardedTensor.from_rank_offsets(key, tensor, (0, int(layer), num_layers), prepend_axis_num=1)
+    if rank == 0:
+        Path(directory).mkdir()
+    torch.distributed.barrier()
+    dist_checkpointing.save(state, directory)
 
 
 # --- in one process ---------------------------------------------------------------------------------------------------------
@@ -157,16 +185,60 @@ def test_a_used_directory_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["cut data", "lost data", "cut metadata", "lost metadata"])
-def test_a_damaged_checkpoint_is_refused(tmp_path, damage):
+def test_a_damaged_checkpoint_is_refused_before_a_tensor_is_read(tmp_path, damage):
     config = tiny_config()
     write_model_checkpoint(tmp_path / "start", own_tensors(config), config)
-    victim = tmp_path / "start" / (".metadata" if "metadata" in damage else "__0_0.distcp")
+    victim = tmp_path / "start" / (".metadata" if "metadata" in damage else "__2_0.distcp")
     if damage.startswith("lost"):
         victim.unlink()
     else:
         victim.write_bytes(victim.read_bytes()[: victim.stat().st_size // 2])
+    with pytest.raises(CheckpointError, match="cannot be read") as caught:
+        CheckpointTensors(tmp_path / "start")
+    assert "metadata" in damage or "__2_0.distcp " in caught.value.found
+
+
+def test_a_piece_that_no_rank_wrote_is_noticed(tmp_path):
+    config = tiny_config()
+    write_model_checkpoint(tmp_path / "start", own_tensors(config), config)
+    path = tmp_path / "start" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks.pop()
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"mlp\.linear_fc2\.weight has 4,608 of 6,144 numbers"):
+        CheckpointTensors(tmp_path / "start")
+
+
+def test_scrambled_bytes_of_a_tensor_are_refused_when_they_are_read(tmp_path):
+    config = tiny_config()
+    write_model_checkpoint(tmp_path / "start", own_tensors(config), config)
+    victim = tmp_path / "start" / "__2_0.distcp"
+    victim.write_bytes(bytes(victim.stat().st_size))
+    checkpoint = CheckpointTensors(tmp_path / "start")
     with pytest.raises(CheckpointError, match="cannot be read"):
-        read_model_tensors(tmp_path / "start")
+        checkpoint.read("decoder.layers.0.mlp.linear_fc1.weight")
+
+
+@pytest.mark.multiprocess
+def test_layers_in_any_order_over_ranks_are_read(tmp_path):
+    """Interleaved (virtual) pipeline stages: rank 0 holds layers 0 and 2, rank 1 layers 1 and 3."""
+    config = tiny_config()
+    run_ranks(2, save_interleaved, config, str(tmp_path / "run"))
+    assert_same(read_model_tensors(tmp_path / "run"), own_tensors(config))
+
+
+def test_tensors_are_fetched_one_at_a_time_and_the_files_are_those_of_a_layer(tmp_path):
+    config = tiny_config()
+    tensors, fetched = own_tensors(config), []
+
+    def read(name: str) -> torch.Tensor:
+        fetched.append(name)
+        return tensors[name]
+
+    write_lazily(tmp_path / "start", {name: spec_of(tensor) for name, tensor in tensors.items()}, read, config)
+    assert fetched == list(tensors)
+    files = sorted(path.name for path in (tmp_path / "start").glob("*.distcp"))
+    assert files == [f"__{number}_0.distcp" for number in range(7)]  # objects, embedding, four layers, final norm
 
 
 def test_a_checkpoint_without_its_configuration_is_refused(tmp_path):

@@ -9,11 +9,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from megatron_dmtd.config import CycleConfig
 from megatron_dmtd.conversion.checkpoint_io import read_checkpoint_config
-from megatron_dmtd.conversion.convert import export_hf, import_hf, inspect
-from megatron_dmtd.conversion.hf_files import read_hf_tensors
+from megatron_dmtd.conversion.convert import export_hf, import_hf
+from megatron_dmtd.conversion.sources import open_source
+from megatron_dmtd.conversion.weight_files import WeightFiles
 from megatron_dmtd.cycle import VARIANTS
 from megatron_dmtd.errors import CheckpointError, ConfigError, ConversionError
 from megatron_dmtd.hf import DMTDQwen3Config, DMTDQwen3ForCausalLM
+from tests.support.hf_models import save_tokenizer
 from tests.support.ranks import run_ranks
 
 SIZES = {
@@ -54,6 +56,11 @@ def save_plain(directory, *, qk_norm: bool, tied: bool):
     model = kind(config(**SIZES, tie_word_embeddings=tied)).eval()
     model.save_pretrained(directory)
     return model
+
+
+def read_hf_tensors(directory) -> dict[str, torch.Tensor]:
+    files = WeightFiles(directory)
+    return {name: files.read(name) for name in files.specs}
 
 
 def assert_same_tensors(first, second) -> None:
@@ -109,7 +116,7 @@ def test_a_dmtd_directory_comes_back_byte_for_byte(tmp_path, variant, tied):
     first = import_hf(tmp_path / "hf", tmp_path / "start")
     second = export_hf(tmp_path / "start", tmp_path / "out")
     assert_same_tensors(tmp_path / "hf", tmp_path / "out")
-    assert (second.model, second.cycle) == (first.model, first.cycle) == (inspect(tmp_path / "hf").model, first.cycle)
+    assert (second.model, second.cycle) == (first.model, first.cycle) == (open_source(tmp_path / "hf").model, first.cycle)
     assert second.cycle.variant == variant
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert isinstance(reloaded, DMTDQwen3ForCausalLM)
@@ -149,12 +156,13 @@ def test_an_export_may_be_cast(tmp_path, as_vanilla):
 
 @pytest.mark.parametrize("as_vanilla", [True, False])
 def test_the_tokenizer_travels(tmp_path, as_vanilla):
-    save_dmtd(tmp_path / "hf", "causal-refresh")
-    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    save_dmtd(tmp_path / "hf", "causal-refresh", vocab_size=300, mask_token_id=2)
+    save_tokenizer(tmp_path / "hf")
     import_hf(tmp_path / "hf", tmp_path / "start")
     assert read_checkpoint_config(tmp_path / "start").data.tokenizer == str(tmp_path / "hf")
     export_hf(tmp_path / "start", tmp_path / "out", as_vanilla=as_vanilla)
-    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
 
 
 def test_a_tokenizer_that_is_gone_is_refused(tmp_path):
@@ -188,9 +196,9 @@ def test_used_targets_are_refused_before_anything_is_read(tmp_path):
 
 def test_what_is_no_model_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="neither"):
-        inspect(tmp_path)
+        open_source(tmp_path)
     save_plain(tmp_path / "hf", qk_norm=True, tied=True)
     fields = json.loads((tmp_path / "hf/config.json").read_text())
     (tmp_path / "hf/config.json").write_text(json.dumps(fields | {"num_hidden_layers": 3}))
     with pytest.raises(ConversionError, match=r"unknown: model\.layers\.3\."):
-        inspect(tmp_path / "hf")
+        open_source(tmp_path / "hf")

@@ -1,10 +1,9 @@
 import ast
 from pathlib import Path
 
-import megatron_dmtd.hf
 from megatron_dmtd.cycle import rule
 from megatron_dmtd.hf import dmtd_cycles
-from megatron_dmtd.hf.export import CODE_FILES
+from megatron_dmtd.hf.remote_code import code_files
 
 
 def test_the_names_here_are_the_rule_itself():
@@ -14,11 +13,10 @@ def test_the_names_here_are_the_rule_itself():
 
 
 def test_exported_files_import_only_torch_transformers_each_other_and_the_standard_library():
-    folder = Path(megatron_dmtd.hf.__file__).parent
-    siblings = {Path(name).stem for name in (*CODE_FILES, "dmtd_cycles.py")}
+    siblings = {Path(name).stem for name in code_files()}
     outside = set()
-    for name in CODE_FILES:
-        for node in ast.walk(ast.parse((folder / name).read_text())):
+    for path in code_files().values():
+        for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.level:
                 assert node.level == 1 and node.module in siblings
             elif isinstance(node, ast.ImportFrom):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from megatron_dmtd.conversion.hf_files import read_hf_specs
+from megatron_dmtd.conversion.weight_files import WeightFiles
 from tools.convert import main
 
 CYCLE_OPTIONS = ["--variant", "causal-refresh", "--num-parallel-layers", "1", "--mask-token-id", "9"]
@@ -41,7 +41,7 @@ def test_import_inspect_export(hf_directory, tmp_path, capsys):
     assert f"{start}: training checkpoint\n" in shown
     assert main(["export", start, out, "--dtype", "bfloat16"]) == 0
     assert "method: causal-refresh, cycle length 2" in capsys.readouterr().out
-    assert {spec.dtype for spec in read_hf_specs(out).values()} == {torch.bfloat16}
+    assert {spec.dtype for spec in WeightFiles(out).specs.values()} == {torch.bfloat16}
     assert main(["export", start, plain, "--vanilla"]) == 0
     assert "method: vanilla\n" in capsys.readouterr().out
 

@@ -1,0 +1,57 @@
+"""GGUF files, read by transformers: dequantised to float32, with the tokenizer that they carry.
+
+Unlike every other conversion this holds the whole model in memory, since transformers does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from megatron_dmtd.errors import CapabilityError, ConversionError
+
+
+def gguf_file(path: str | Path) -> Path | None:
+    """The GGUF file that `path` means: itself, or the only one of a directory without `config.json`; None if there is none.
+
+    Raises `ConversionError` if a directory holds several.
+    """
+    path = Path(path)
+    if path.is_file():
+        return path if path.suffix == ".gguf" else None
+    if (path / "config.json").is_file():
+        return None
+    found = sorted(path.glob("*.gguf"))
+    if len(found) > 1:
+        raise ConversionError(
+            found=f"{path} with {', '.join(file.name for file in found)}", required="one GGUF file", remedy="name the file itself"
+        )
+    return found[0] if found else None
+
+
+def write_as_hf_directory(file: Path, directory: Path) -> None:
+    """Write the model and the tokenizer of a GGUF file as an ordinary Hugging Face directory, with float32 weights.
+
+    Raises `CapabilityError` without the packages that this needs, and `ConversionError` for a file that transformers cannot read.
+    """
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise CapabilityError(
+            found=f"no package {' and '.join(missing)}",
+            required="gguf and accelerate, through which transformers reads GGUF files",
+            remedy=f"pip install {' '.join(missing)}",
+        )
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    except (OSError, ValueError, KeyError, IndexError, RuntimeError) as error:
+        raise ConversionError(
+            found=f"{file}: {type(error).__name__}: {error}",
+            required="a whole GGUF file of an architecture that transformers knows",
+            remedy="download it again, or import the safetensors of the same model",
+        ) from error
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)

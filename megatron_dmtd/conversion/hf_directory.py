@@ -1,0 +1,65 @@
+"""Writes a Hugging Face model directory: weights, configuration, tokenizer, and for DMTD models the code of the model.
+
+The bytes follow from the arguments and from the code alone: whatever layout a checkpoint was trained in, its export is the same.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dmtd.conversion.directories import built_aside
+from megatron_dmtd.conversion.rules import TensorSpec
+from megatron_dmtd.conversion.tokenizer_files import GENERATION_FILE, generation_settings, special_ids, tokenizer_files
+from megatron_dmtd.conversion.weight_files import SHARD_BYTES, num_bytes_of, write_weights
+from megatron_dmtd.hf.configuration_dmtd_qwen3 import DMTDQwen3Config
+from megatron_dmtd.hf.remote_code import AUTO_MAP, code_files
+
+
+def write_hf_directory(
+    directory: str | Path,
+    *,
+    fields: Mapping[str, Any],
+    specs: Mapping[str, TensorSpec],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    tokenizer_dir: str | Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a model directory: whole, or not at all.
+
+    Args:
+        directory: The target; absent or empty.
+        fields: Of `config.json`. With a `model_type` of ours the code travels along.
+        specs: Every tensor, in the order in which they come.
+        tensors: The tensors, one after the other.
+        tokenizer_dir: Folder whose tokenizer and generation settings are copied.
+        shard_bytes: Largest size of a weight file, in bytes; a single larger tensor still gets a file of its own.
+
+    Raises:
+        ConversionError: The target is used, or the disk full.
+    """
+    with_code = fields["model_type"] == DMTDQwen3Config.model_type
+    generation = generation_settings(tokenizer_dir)
+    copied = {path.name: path for path in (tokenizer_files(tokenizer_dir) if tokenizer_dir else [])}
+    with built_aside(Path(directory), num_bytes=sum(map(num_bytes_of, specs.values()))) as aside:
+        write_weights(aside, specs, tensors, shard_bytes=shard_bytes)
+        complete = dict(fields) | special_ids(generation) | _stored_type(specs) | ({"auto_map": AUTO_MAP} if with_code else {})
+        _write_json(aside / "config.json", dict(sorted(complete.items())))
+        _write_json(aside / GENERATION_FILE, generation)
+        for name, path in (copied | (code_files() if with_code else {})).items():
+            shutil.copyfile(path, aside / name)
+
+
+def _stored_type(specs: Mapping[str, TensorSpec]) -> dict[str, str]:
+    """The type that a loader takes by default. Left out of mixed weights, where none is right."""
+    types = {spec.dtype for spec in specs.values()}
+    return {"torch_dtype": str(types.pop()).removeprefix("torch.")} if len(types) == 1 else {}
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

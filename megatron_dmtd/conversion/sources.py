@@ -1,0 +1,116 @@
+"""A model to convert from or compare: a Hugging Face directory or a training checkpoint, behind one interface.
+
+Opening one reads configurations and headers only, and accounts for every tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from megatron_dmtd.config import Config, CycleConfig, ModelConfig
+from megatron_dmtd.config.validate import validate_model
+from megatron_dmtd.conversion.checkpoint_io import CheckpointTensors, read_checkpoint_config
+from megatron_dmtd.conversion.hf_config import from_hf_config, read_hf_fields
+from megatron_dmtd.conversion.rules import (
+    Rule,
+    TensorSpec,
+    check_foreign,
+    check_own,
+    check_tied_head,
+    foreign_specs,
+    own_specs,
+    rules,
+)
+from megatron_dmtd.conversion.weight_files import WeightFiles
+from megatron_dmtd.training.paths import find_step_directory
+
+
+class Source(Protocol):
+    """What conversions ask of a model on disk."""
+
+    kind: str
+    """Its format, in words."""
+    directory: Path
+    model: ModelConfig
+    cycle: CycleConfig
+    stored: Mapping[str, TensorSpec]
+    """Its tensors as they are stored."""
+
+    def foreign_specs(self) -> dict[str, TensorSpec]:
+        """Its tensors under Hugging Face's names, a tied head left out."""
+
+    def foreign(self, rule: Rule) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of one rule, under Hugging Face's names."""
+
+
+def num_parameters(source: Source) -> int:
+    """Parameters as stored; a checkpoint's vocabulary is padded."""
+    return sum(math.prod(spec.shape) for spec in source.stored.values())
+
+
+class HFDirectory:
+    """A Hugging Face directory of a Qwen3, Llama or DMTD decoder."""
+
+    kind = "Hugging Face directory"
+
+    def __init__(self, directory: str | Path) -> None:
+        """Raises `ConversionError` or `ConfigError` if it is no such model, or not every tensor is accounted for."""
+        self.directory = Path(directory)
+        self.model, self.cycle = from_hf_config(read_hf_fields(self.directory))
+        self._files = WeightFiles(self.directory)
+        self.stored: Mapping[str, TensorSpec] = self._files.specs
+        check_foreign(self.model, self.stored)
+        check_tied_head(self.model, self.stored, self._files.are_equal)
+        self._rules = {rule.own_name: rule for rule in rules(self.model)}
+
+    def foreign_specs(self) -> dict[str, TensorSpec]:
+        """See `Source`."""
+        return {name: self.stored[name] for rule in self._rules.values() for name, _ in rule.foreign}
+
+    def foreign(self, rule: Rule) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Source`."""
+        for name, _ in rule.foreign:
+            yield name, self._files.read(name)
+
+    def own_specs(self) -> dict[str, TensorSpec]:
+        """Its tensors under our names."""
+        return own_specs(self.model, self.stored)
+
+    def own(self, own_name: str) -> torch.Tensor:
+        """One tensor under our name, read part by part into its place."""
+        rule = self._rules[own_name]
+        return rule.join(self._files.read_into, self.stored[rule.foreign[0][0]].dtype)
+
+
+class Checkpoint:
+    """A training checkpoint of any layout, or the newest one of a run."""
+
+    kind = "training checkpoint"
+
+    def __init__(self, path: str | Path) -> None:
+        """Raises `CheckpointError` or `ConversionError` if there is none, or not every tensor is accounted for."""
+        self.directory = find_step_directory(path)
+        self.config: Config = read_checkpoint_config(self.directory)
+        self.model, self.cycle = self.config.model, self.config.cycle
+        validate_model(self.model)
+        self._tensors = CheckpointTensors(self.directory)
+        self.stored: Mapping[str, TensorSpec] = self._tensors.specs
+        check_own(self.model, self.stored)
+
+    def foreign_specs(self) -> dict[str, TensorSpec]:
+        """See `Source`."""
+        return foreign_specs(self.model, self.stored)
+
+    def foreign(self, rule: Rule) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Source`."""
+        return rule.split(self._tensors.read(rule.own_name))
+
+
+def open_source(path: str | Path) -> HFDirectory | Checkpoint:
+    """The model in `path`, whichever format it has."""
+    return HFDirectory(path) if (Path(path) / "config.json").is_file() else Checkpoint(path)

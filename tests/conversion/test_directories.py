@@ -1,0 +1,72 @@
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_dmtd.conversion.directories import SMALL_FILES_BYTES, built_aside, refuse_used, require_room
+from megatron_dmtd.errors import ConversionError
+
+
+def test_a_directory_appears_when_the_block_has_ended(tmp_path):
+    target = tmp_path / "new" / "target"
+    with built_aside(target) as aside:
+        (aside / "file").write_text("x")
+        assert not target.exists()
+    assert [path.name for path in target.iterdir()] == ["file"]
+    assert [path.name for path in target.parent.iterdir()] == ["target"]
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), KeyboardInterrupt(), SystemExit(143)])
+def test_nothing_stays_when_the_block_fails_or_is_interrupted(tmp_path, error):
+    def fail():
+        with built_aside(tmp_path / "target") as aside:
+            (aside / "file").write_text("x")
+            raise error
+
+    with pytest.raises(type(error)):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_directory_is_replaced_and_others_are_refused_untouched(tmp_path):
+    (tmp_path / "empty").mkdir()
+    refuse_used(tmp_path / "empty")
+    with built_aside(tmp_path / "empty") as aside:
+        (aside / "file").write_text("kept")
+    for used in (tmp_path / "empty", tmp_path / "empty" / "file"):
+        with pytest.raises(ConversionError, match="not an empty directory"), built_aside(used):
+            raise AssertionError("the block must not run")
+    assert (tmp_path / "empty" / "file").read_text() == "kept"
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_made(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    require_room(tmp_path / "not" / "yet" / "there", free // 2 - SMALL_FILES_BYTES)
+    with pytest.raises(ConversionError, match="bytes free"), built_aside(tmp_path / "a" / "target", num_bytes=2 * free):
+        raise AssertionError("the block must not run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_meanwhile_is_a_refusal_too(tmp_path):
+    """`/dev/full` fails every write as a full disk does."""
+    assert Path("/dev/full").exists()
+
+    def fill():
+        with built_aside(tmp_path / "target") as aside:
+            (aside / "file").write_text("x")
+            try:
+                with open("/dev/full", "wb", buffering=0) as full:
+                    full.write(b"x")
+            except OSError as error:
+                raise RuntimeError("as torch reports it") from error
+
+    with pytest.raises(ConversionError, match="No space left on device while writing"):
+        fill()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_system_errors_pass_as_they_are(tmp_path):
+    with pytest.raises(PermissionError), built_aside(tmp_path / "target"):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
