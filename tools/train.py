@@ -4,32 +4,53 @@
     torchrun --nproc-per-node 2 tools/train.py --config a.yaml --parallel.pipeline 2 --optimizer.lr 1e-4
 
 Settings come from YAML files and from dotted overrides; the later one wins. A run with `checkpoint.dir` goes on from its newest
-checkpoint when it is started again.
+checkpoint when it is started again. SIGTERM and SIGUSR1, on any rank, save and stop it (docs/fault_tolerance.md).
 """
 
-# Megatron's checkpoint writer starts a helper process that imports this file again: nothing heavy may be imported at its head.
+# Helper processes may import this file again, and signals must be handled at once: nothing heavy may be imported at its head.
 import sys
+
+from megatron_dmtd.training import exit_codes
+from megatron_dmtd.training.signals import StopRequested, StopSignals
+
+
+def _status_of(error: Exception) -> int:
+    from megatron_dmtd.training.bad_numbers import BadNumbers
+    from megatron_dmtd.training.saving import SaveError
+
+    if isinstance(error, BadNumbers):
+        return exit_codes.BAD_NUMBERS
+    return exit_codes.NOT_SAVED if isinstance(error, SaveError) else exit_codes.REFUSED
 
 
 def main() -> int:
-    """Exit status: 0 done, 2 refused (the message says what to change)."""
+    """Exit status: see `megatron_dmtd/training/exit_codes.py`."""
+    signals = StopSignals()
+    signals.install()
     from megatron_dmtd.config import make_parser, parse, to_config
     from megatron_dmtd.errors import DMTDError
 
+    status = exit_codes.DONE
     try:
-        config = to_config(parse(make_parser(description=__doc__ or "")))
+        config = to_config(parse(make_parser(description=f"{__doc__}\n{exit_codes.describe()}")))
         from megatron_dmtd.platform import prepare_megatron
 
         platform = prepare_megatron()
         from megatron_dmtd.parallel.groups import shut_down
         from megatron_dmtd.training.loop import run_training
 
-        run_training(config, platform)
+        try:
+            run_training(config, platform, signals)
+        except StopRequested as stop:
+            print(stop, file=sys.stderr)
+            status = exit_codes.STOPPED
         shut_down()
     except DMTDError as error:
         print(f"{type(error).__name__}\n{error}", file=sys.stderr)
-        return 2
-    return 0
+        status = _status_of(error)
+    # A launcher signals the ranks that are left when the first one has ended.
+    signals.run_is_over()
+    return status
 
 
 if __name__ == "__main__":

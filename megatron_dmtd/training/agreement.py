@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from megatron_dmtd.errors import DMTDError
+
 
 def any_rank(flags: tuple[bool, ...], *, device: torch.device) -> tuple[bool, ...]:
     """For each flag, whether it is set on any rank. One small all-reduce; all ranks must call."""
@@ -31,6 +33,15 @@ def gathered_on_first(value: Any) -> list[Any]:
     values: list[Any] = [None] * torch.distributed.get_world_size() if is_first else []
     torch.distributed.gather_object(value, values if is_first else None)
     return values
+
+
+def raise_together(error: DMTDError | None) -> None:
+    """Raise the first rank's error on every rank, if any has one. All ranks must call."""
+    plain = gathered((type(error), error.found, error.required, error.remedy) if error is not None else None)
+    for rank, found in enumerate(plain):
+        if found is not None:
+            kind, *words = found
+            raise kind(found=f"rank {rank}: {words[0]}", required=words[1], remedy=words[2])
 
 
 def told_by_first(value: Any) -> Any:

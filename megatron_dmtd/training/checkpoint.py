@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_dmtd.config import Config
 from megatron_dmtd.errors import CheckpointError
@@ -68,19 +69,20 @@ def load_checkpoint(run: Run, step_directory: Path) -> Progress:
 
 def _saved_ranks(step_directory: Path) -> int:
     """Ranks whose random state a checkpoint holds."""
-    metadata = torch.distributed.checkpoint.FileSystemReader(str(step_directory)).read_metadata()
+    metadata = FileSystemReader(str(step_directory)).read_metadata()
     return sum(key.startswith("random_state/") for key in metadata.state_dict_metadata)
 
 
 def load_weights(run: Run, path: str | Path) -> None:
     """Start a new run from the model weights of a checkpoint, and nothing else.
 
-    Raises `CheckpointError` as `load_checkpoint` does. A checkpoint that holds weights alone (an import) may come without checksums; a run's own may not.
+    Raises `CheckpointError` as `load_checkpoint` does. A checkpoint that holds weights alone (an import) may come without
+    checksums; a run's own may not.
     """
     step_directory = paths.find_step_directory(path)
     check_weights(run.config, step_directory)
     if checksums.has_checksums(step_directory) or paths.step_of(step_directory) is not None:
         _verify_together(step_directory)
     state = _load({"model": model_state(run)}, step_directory)
-    run.model.load_state_dict(state["model"])
+    run.load_model_state(state["model"])
     run.optimizer.reload_model_params()

@@ -1,6 +1,7 @@
 """The training loop: steps, evaluations, checkpoints and log lines, from one validated configuration.
 
-`prepare` does everything that may refuse; `train` then only works. Every rank runs the same code.
+`prepare` does everything that may refuse; `Trainer` then only works. Every rank runs the same code and comes to every decision
+together with the others: `docs/fault_tolerance.md` says what happens on signals, bad numbers, stalls and full disks.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -18,20 +19,22 @@ from megatron_dmtd.config import Config, to_dict, validate
 from megatron_dmtd.data.batch import Batch
 from megatron_dmtd.data.dataset import PackedDataset
 from megatron_dmtd.data.loader import batches
-from megatron_dmtd.errors import DMTDError
+from megatron_dmtd.errors import CheckpointError, ConfigError, DMTDError
 from megatron_dmtd.parallel.groups import init_parallel, rank_of_environment, world_size_of_environment
 from megatron_dmtd.platform import Platform
-from megatron_dmtd.training import paths
-from megatron_dmtd.training.checkpoint import check_resumable, check_weights, load_checkpoint, load_weights, save_checkpoint
+from megatron_dmtd.training import bad_numbers, paths
+from megatron_dmtd.training.agreement import any_rank, raise_together
+from megatron_dmtd.training.checkpoint import load_checkpoint, load_weights
+from megatron_dmtd.training.compatibility import check_resumable, check_weights, differences, saved_config
 from megatron_dmtd.training.flops import mfu, training_flops_per_token
-from megatron_dmtd.training.log import RunLog
+from megatron_dmtd.training.log import METRICS_FILE, RunLog, read_metrics
 from megatron_dmtd.training.metrics import PhaseLoss
+from megatron_dmtd.training.progress import Progress
+from megatron_dmtd.training.saving import Saver
 from megatron_dmtd.training.setup import Run, build_run
-from megatron_dmtd.training.step import StepResult, evaluate, train_step
-
-
-class TrainingError(DMTDError):
-    """Training that cannot go on, such as a loss that is not a number."""
+from megatron_dmtd.training.signals import StopRequested, StopSignals
+from megatron_dmtd.training.step import StepResult, advance, evaluate, train_step
+from megatron_dmtd.training.watchdog import Watchdog, watched
 
 
 def _dataset(config: Config, prefixes: tuple[str, ...], *, shuffled: bool) -> PackedDataset:
@@ -59,10 +62,25 @@ def _iterator(run: Run, dataset: PackedDataset, *, first_row: int, end_row: int 
 
 
 def resume_directory(config: Config) -> Path | None:
-    """The checkpoint that a run with this configuration goes on from; None for a new run."""
-    if not config.checkpoint.dir or not config.checkpoint.resume:
+    """The checkpoint that a run with this configuration goes on from; None for a new run.
+
+    Raises `CheckpointError` if `latest` names one that is not whole, `ConfigError` if a new run would write among another's.
+    """
+    if not config.checkpoint.dir:
         return None
-    return paths.latest_directory(Path(config.checkpoint.dir))
+    root = Path(config.checkpoint.dir)
+    if config.checkpoint.resume:
+        latest = paths.latest_directory(root)
+        if latest is not None or not paths.step_directories(root):
+            return latest
+    elif not paths.step_directories(root):
+        return None
+    raise ConfigError(
+        found=f"{root} holds the checkpoints of a run, "
+        + ("and no `latest` file" if config.checkpoint.resume else "checkpoint.resume is false"),
+        required="a folder without checkpoints for a new run, or one whose `latest` names the checkpoint to go on from",
+        remedy="choose another checkpoint.dir, or set checkpoint.resume and write the name of a checkpoint into `latest`",
+    )
 
 
 def check(config: Config, *, world_size: int) -> None:
@@ -79,20 +97,34 @@ def check(config: Config, *, world_size: int) -> None:
 
 def prepare(config: Config, platform: Platform) -> Run:
     """A run ready for its next step: built, and restored from its newest checkpoint or from `init_from`."""
+    return _prepare(config, platform, Watchdog(limit_s=0, rank=0, world_size=1))[0]
+
+
+def _prepare(config: Config, platform: Platform, watchdog: Watchdog) -> tuple[Run, Progress]:
+    def beat(phase: str) -> None:
+        # What comes before the first step takes as long as it takes to read; collectives have their own limit.
+        watchdog.beat(phase, step=0, allowed_s=config.parallel.timeout_s)
+
+    beat("joining the other ranks")
     init_parallel(config, platform)
+    watchdog.connect()
+    beat("building the model")
     run = build_run(config, platform)
+    progress = Progress.new(cycle_length=config.cycle.cycle_length, device=platform.device)
+    beat("loading a checkpoint")
     if (directory := resume_directory(config)) is not None:
-        load_checkpoint(run, directory)
+        progress = load_checkpoint(run, directory)
     elif config.checkpoint.init_from:
         load_weights(run, config.checkpoint.init_from)
-    return run
+    return run, progress
 
 
-def _evaluate(run: Run, dataset: PackedDataset) -> PhaseLoss:
+def _evaluate(run: Run, dataset: PackedDataset, before_batch: Callable[[], None] = lambda: None) -> PhaseLoss:
     """Loss on the first `eval_batches` global batches of the held-out corpus, or on all of it; no row counts twice."""
     whole = math.ceil(dataset.rows_per_epoch / run.config.training.global_batch_size)
     num_batches = min(run.config.training.eval_batches or whole, whole)
-    return evaluate(run, _iterator(run, dataset, first_row=0, end_row=dataset.rows_per_epoch), num_batches=num_batches)
+    iterator = _iterator(run, dataset, first_row=0, end_row=dataset.rows_per_epoch)
+    return evaluate(run, iterator, num_batches=num_batches, before_batch=before_batch)
 
 
 def _due(step: int, interval: int, last: int) -> bool:
@@ -134,57 +166,226 @@ class _Pace:
         return values | {"memory_gib": self.platform.peak_memory_gib()}
 
 
-def _refuse_bad_loss(run: Run, result: StepResult) -> None:
-    loss = result.loss.values().get("loss", 0.0)
-    if not (math.isfinite(loss) and math.isfinite(result.grad_norm)):
-        raise TrainingError(
-            found=f"loss {loss}, gradient norm {result.grad_norm} at step {run.step}",
-            required="finite numbers",
-            remedy="resume from the last checkpoint with a lower optimizer.lr, or look at the rows of this step: "
-            f"{run.rows - run.config.training.global_batch_size} to {run.rows - 1}",
+class _EvaluationCutShort(Exception):
+    """A signal came while the held-out loss was being measured."""
+
+
+class Trainer:
+    """One rank of a run at work. Every rank calls the same methods at the same time."""
+
+    def __init__(self, run: Run, progress: Progress, log: RunLog, *, signals: StopSignals, watchdog: Watchdog) -> None:
+        self.run, self.progress, self.log = run, progress, log
+        self.signals, self.watchdog = signals, watchdog
+        folder = run.config.checkpoint.dir
+        self.saver = Saver(run, folder, on_progress=self._beat_while_saving) if folder else None
+        self.values: dict[str, float] = {}
+        """The last evaluation's values, or the last log line's where nothing is held out."""
+        self._saved_step = run.step if resume_directory(run.config) is not None else None
+        self._pace = _Pace(run)
+
+    def train(self) -> dict[str, float]:
+        """Run to `training.steps` and return `values`.
+
+        Raises `StopRequested` after a save if any rank was signalled, `BadNumbers` if the numbers are, `SaveError` if a
+        checkpoint cannot be written, `CheckpointError` if the corpora are not those of the checkpoint.
+        """
+        config, run = self.run.config, self.run
+        self._open_data()
+        if self.progress.evaluation_due:
+            self._evaluate()
+        while run.step < config.training.steps and not self._must_stop():
+            self._report(self._step())
+            if self._held_out is not None and _due(run.step, config.training.eval_interval, config.training.steps):
+                self._evaluate()
+            if _due(run.step, config.checkpoint.interval, config.training.steps):
+                self._start_save()
+        self._finish()
+        return self.values
+
+    def _open_data(self) -> None:
+        config = self.run.config
+        self._beat("building data indices", allowed_s=config.parallel.timeout_s)
+        dataset = _dataset(config, config.data.train, shuffled=True)
+        self._held_out = _dataset(config, config.data.valid, shuffled=False) if config.data.valid else None
+        corpus = [dataset.rows_per_epoch, dataset.targets_per_epoch]
+        if self.progress.corpus and self.progress.corpus != corpus:
+            raise CheckpointError(
+                found=f"{self.progress.corpus[0]} rows and {self.progress.corpus[1]} targets per epoch when the checkpoint was "
+                f"written, {corpus[0]} and {corpus[1]} in data.train now",
+                required="the same corpora: the run counts rows, and they would be other ones",
+                remedy="correct data.train, or start from the weights with checkpoint.init_from",
+            )
+        self.progress.corpus = corpus
+        iterator = _iterator(self.run, dataset, first_row=self.run.rows)
+        self._batches = watched(iterator, self.watchdog, phase="step", step=lambda: self.run.step)
+
+    def _beat(self, phase: str, *, allowed_s: float = 0.0) -> None:
+        self.watchdog.beat(phase, step=self.run.step, allowed_s=allowed_s)
+
+    def _beat_while_saving(self) -> None:
+        self._beat("save", allowed_s=self.run.config.parallel.timeout_s)
+
+    def _must_stop(self) -> bool:
+        """Whether any rank was signalled. Also the place where a background save that is complete becomes visible."""
+        writing = self.saver is not None and self.saver.is_writing
+        must_stop, is_writing = any_rank((self.signals.received, writing), device=self.run.platform.device)
+        if not is_writing:
+            self._finish_save()
+        return must_stop
+
+    def _step(self) -> StepResult:
+        """One step, done or skipped. Raises `BadNumbers` where it may not be skipped."""
+        self._beat("step")
+        with self._pace.step():
+            result = train_step(self.run, self._batches)
+        self._beat("after a step")
+        if not result.is_applied:
+            self._skip(result)
+        return result
+
+    def _skip(self, result: StepResult) -> None:
+        loss = result.loss.values().get("loss", 0.0)
+        account = bad_numbers.write_account(self.run, result, loss=loss)
+        if self.progress.bad_steps >= self.run.config.training.max_bad_steps:
+            saved = self._save_now()
+            raise bad_numbers.stop(self.run, result, loss=loss, account=account, saved=saved)
+        self.progress.bad_steps += 1
+        advance(self.run)
+        self.log.message(f"step {self.run.step} skipped: loss {loss}, gradient norm {result.grad_norm}; see {account}")
+        self.log.log(self.run.step, {"skipped_steps": self.progress.bad_steps})
+
+    def _note(self, result: StepResult) -> None:
+        """Add a step's loss to what the next log line and the search for spikes go by."""
+        self.progress.since_log.merge(result.loss)
+        loss = result.loss.values().get("loss", 0.0)
+        deviations = self.run.config.logging.spike_deviations
+        if (found := bad_numbers.spike(self.progress.recent_losses, loss, deviations=deviations)) is not None:
+            mean, deviation = found
+            self.log.log(self.run.step, {"spike_loss": loss, "usual_loss": mean, "usual_deviation": deviation})
+
+    def _report(self, result: StepResult) -> None:
+        config, step = self.run.config, self.run.step
+        if result.is_applied:
+            self._note(result)
+        self.log.advance(step)
+        if _due(step, config.logging.interval, config.training.steps):
+            rates = {"lr": result.lr, "grad_norm": result.grad_norm} | self._pace.values()
+            self.values = self.progress.since_log.values() | rates
+            self.log.log(step, self.values)
+            self.progress.since_log.reset()
+            self._pace.restart()
+
+    def _evaluate(self) -> None:
+        assert self._held_out is not None
+        self.progress.evaluation_due = True
+        if self._is_logged("eval_loss"):
+            self.progress.evaluation_due = False
+            return
+        try:
+            self.values = _evaluate(self.run, self._held_out, self._before_evaluation_batch).values(prefix="eval_")
+        except _EvaluationCutShort:
+            return
+        self.log.log(self.run.step, self.values)
+        self.progress.evaluation_due = False
+
+    def _before_evaluation_batch(self) -> None:
+        self._beat("evaluation")
+        if any_rank((self.signals.received,), device=self.run.platform.device)[0]:
+            raise _EvaluationCutShort
+
+    def _is_logged(self, name: str) -> bool:
+        """Whether the log has this value of this step: a run may be killed after an evaluation that it had caught up with."""
+        folder, found = self.run.config.logging.dir, False
+        if folder and rank_of_environment() == 0 and (path := Path(folder) / METRICS_FILE).is_file():
+            found = any(record["step"] == self.run.step and name in record for record in read_metrics(path))
+        return any_rank((found,), device=self.run.platform.device)[0]
+
+    def _start_save(self) -> None:
+        if self.saver is None or self._saved_step == self.run.step:
+            return
+        self._finish_save()
+        self._beat_while_saving()
+        self.saver.start(self.progress)
+        self._saved_step = self.run.step
+        if not self.run.config.checkpoint.asynchronous:
+            self._finish_save()
+
+    def _finish_save(self) -> Path | None:
+        """Wait for the save under way and announce it. Its directory, or None if there is none under way."""
+        if self.saver is None or not self.saver.is_active:
+            return None
+        self._beat_while_saving()
+        final = self.saver.finish()
+        self.log.message(f"saved {final}")
+        self._beat("after a save")
+        return final
+
+    def _save_now(self) -> Path | None:
+        """Have the present state on the disk, whichever way. The newest checkpoint, or None where nothing is saved."""
+        self._start_save()
+        self._finish_save()
+        return paths.latest_directory(Path(self.run.config.checkpoint.dir)) if self.saver is not None else None
+
+    def _finish(self) -> None:
+        """Leave nothing unsaved; raise `StopRequested` if it is a signal that ended the loop."""
+        run = self.run
+        is_stopped = any_rank((self.signals.received,), device=run.platform.device)[0]
+        is_unfinished = run.step < run.config.training.steps or self.progress.evaluation_due
+        saved = self._save_now()
+        if is_stopped and is_unfinished:
+            name = self.signals.name() or "a signal to another rank"
+            raise StopRequested(
+                f"stopped by {name} after step {run.step}; " + (f"saved {saved}" if saved else "nothing is saved")
+            )
+
+
+def _open_log(config: Config, *, resumed_step: int) -> RunLog:
+    """The run's log. What rank 0 may refuse is refused on every rank."""
+    settings, total_steps = config.logging, config.training.steps
+    log, error = None, None
+    try:
+        is_writer = rank_of_environment() == 0
+        log = RunLog(
+            settings, is_writer=is_writer, total_steps=total_steps, resumed_step=resumed_step, run_config=to_dict(config)
         )
+    except DMTDError as refused:
+        error = refused
+    except OSError as refused:
+        error = ConfigError(
+            found=f"logging.dir: {refused}", required="a folder that can be written to", remedy="mend it, or choose another"
+        )
+    raise_together(error)
+    assert log is not None
+    return log
 
 
-def train(run: Run, log: RunLog) -> dict[str, float]:
-    """Run to `training.steps`. Returns the last evaluation's values, or the last step's where nothing is held out."""
-    config = run.config
-    dataset = _dataset(config, config.data.train, shuffled=True)
-    held_out = _dataset(config, config.data.valid, shuffled=False) if config.data.valid else None
-    iterator = _iterator(run, dataset, first_row=run.rows)
-    since_log = PhaseLoss(config.cycle.cycle_length, device=run.platform.device)
-    pace, last, values = _Pace(run), config.training.steps, {}
-    while run.step < last:
-        with pace.step():
-            result = train_step(run, iterator)
-        _refuse_bad_loss(run, result)
-        since_log.merge(result.loss)
-        log.advance(run.step)
-        if _due(run.step, config.logging.interval, last):
-            values = since_log.values() | {"lr": result.lr, "grad_norm": result.grad_norm} | pace.values()
-            log.log(run.step, values)
-            since_log.reset()
-            pace.restart()
-        if held_out is not None and _due(run.step, config.training.eval_interval, last):
-            values = _evaluate(run, held_out).values(prefix="eval_")
-            log.log(run.step, values)
-        if config.checkpoint.dir and _due(run.step, config.checkpoint.interval, last):
-            log.message(f"saved {save_checkpoint(run, config.checkpoint.dir)}")
-    return values
+def _tell_differences(config: Config, log: RunLog) -> None:
+    directory = resume_directory(config)
+    for difference in differences(config, saved_config(directory)) if directory is not None else []:
+        log.message(f"differs: {difference}")
 
 
-def run_training(config: Config, platform: Platform) -> dict[str, float]:
-    """The whole job: check, prepare, train, close. Raises `DMTDError`s for what the user can mend."""
-    check(config, world_size=world_size_of_environment())
-    run = prepare(config, platform)
-    log = RunLog(
-        config.logging,
-        is_writer=rank_of_environment() == 0,
-        total_steps=config.training.steps,
-        resumed_step=run.step,
-        run_config=to_dict(config),
-    )
-    with contextlib.closing(log):
-        log.message(f"{config.cycle.variant} on {platform.describe()}, {torch.distributed.get_world_size()} processes")
-        if run.step:
-            log.message(f"resumed at step {run.step}")
-        return train(run, log)
+def run_training(config: Config, platform: Platform, signals: StopSignals | None = None) -> dict[str, float]:
+    """The whole job: check, prepare, train, close.
+
+    Raises `DMTDError`s for what the user can mend, and `StopRequested` after a save that a signal of `signals` asked for.
+    """
+    rank, world_size = rank_of_environment(), world_size_of_environment()
+    check(config, world_size=world_size)
+    watchdog = Watchdog(limit_s=config.training.watchdog_s, rank=rank, world_size=world_size)
+    watchdog.start()
+    trainer: Trainer | None = None
+    try:
+        run, progress = _prepare(config, platform, watchdog)
+        log = _open_log(config, resumed_step=run.step)
+        with contextlib.closing(log):
+            log.message(f"{config.cycle.variant} on {platform.describe()}, {world_size} processes")
+            if run.step:
+                log.message(f"resumed at step {run.step}")
+            _tell_differences(config, log)
+            trainer = Trainer(run, progress, log, signals=signals or StopSignals(), watchdog=watchdog)
+            return trainer.train()
+    finally:
+        if trainer is not None and trainer.saver is not None:
+            trainer.saver.abandon()
+        watchdog.stop()

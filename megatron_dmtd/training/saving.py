@@ -136,8 +136,10 @@ class _Running:
 class Saver:
     """Writes one run's checkpoints. All ranks call every method together, except `is_writing`."""
 
-    def __init__(self, run: Run, directory: str | Path) -> None:
+    def __init__(self, run: Run, directory: str | Path, *, on_progress: Callable[[], None] = lambda: None) -> None:
+        """`on_progress` is called while `finish` waits, whenever files have grown: a slow disk is not a dead one."""
         self._run = run
+        self._on_progress = on_progress
         self._root = Path(directory)
         self._settings: CheckpointConfig = run.config.checkpoint
         self._running: _Running | None = None
@@ -222,7 +224,11 @@ class Saver:
         """
         if self._running is None:
             return None
+        written = 0
         while any_rank((self.is_writing,), device=self._run.platform.device)[0]:
+            if (size := sum(path.stat().st_size for path in self._running.partial.iterdir())) > written:
+                written = size
+                self._on_progress()
             time.sleep(_POLL_S)
         running, self._running = self._running, None
         reports = gathered_on_first(running.collect())

@@ -40,7 +40,7 @@ def _give_moments(optimizer: Any) -> None:
 
 def model_state(run: Run) -> dict[str, Any]:
     """The weights alone."""
-    return run.model.sharded_state_dict(metadata=dict(METADATA))
+    return run.sharded_model_state(METADATA)
 
 
 def whole_state(run: Run, progress: Progress, *, is_loading: bool, with_random_state: bool) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def whole_state(run: Run, progress: Progress, *, is_loading: bool, with_random_s
 
 def restore(run: Run, state: dict[str, Any]) -> Progress:
     """Put a loaded state into the run. Without an entry for the random state, that stays as it is."""
-    run.model.load_state_dict(state["model"])
+    run.load_model_state(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])
     run.scheduler.load_state_dict(state["scheduler"])
     run.step, run.rows = state["progress"]["step"], state["progress"]["rows"]

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_dmtd.data.batch import Batch
@@ -28,10 +30,14 @@ class StepResult:
 
     loss: PhaseLoss
     """Sums over the global batch; the same on every rank."""
+    local_losses: tuple[PhaseLoss, ...]
+    """Sums of each microbatch of this rank, in order; empty on ranks that are not the last stage."""
     grad_norm: float
     """Norm of the whole gradient before clipping."""
     lr: float
     """Learning rate that the step used."""
+    is_applied: bool
+    """Whether the weights were updated. False where loss or gradient is not finite: then nothing at all has changed."""
 
 
 def _forward_step(run: Run, iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
@@ -64,8 +70,8 @@ def _all_ranks_sum(run: Run, parts: list[PhaseLoss]) -> PhaseLoss:
     return total
 
 
-def _run_schedule(run: Run, iterator: Iterator[Batch], *, num_microbatches: int, forward_only: bool) -> PhaseLoss:
-    parts = get_forward_backward_func()(
+def _run_schedule(run: Run, iterator: Iterator[Batch], *, num_microbatches: int, forward_only: bool) -> list[PhaseLoss]:
+    parts: list[PhaseLoss] = get_forward_backward_func()(
         forward_step_func=functools.partial(_forward_step, run),
         # Each of this rank's stages sees every microbatch.
         data_iterator=list(itertools.tee(itertools.islice(iterator, num_microbatches), len(run.wrapped))),
@@ -75,36 +81,64 @@ def _run_schedule(run: Run, iterator: Iterator[Batch], *, num_microbatches: int,
         micro_batch_size=run.config.training.micro_batch_size,
         forward_only=forward_only,
     )
-    return _all_ranks_sum(run, parts)
+    return parts
+
+
+def _update(optimizer: Any, *, grad_norm: float) -> None:
+    """Clip and step, as `ChainedOptimizer.step` does after it has computed the norm, which the caller has looked at."""
+    for part in optimizer.chained_optimizers:
+        parameters = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()
+        if parameters and part.config.clip_grad > 0.0:
+            clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=grad_norm)
+    optimizer.step_with_ready_grads()
 
 
 def train_step(run: Run, iterator: Iterator[Batch]) -> StepResult:
-    """Forward, backward, and one update; advances `run`."""
+    """Forward, backward, and one update; advances `run`. A step whose loss or gradient is not finite changes nothing."""
     for chunk in run.wrapped:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
-    loss = _run_schedule(run, iterator, num_microbatches=run.num_microbatches, forward_only=False)
+    parts = _run_schedule(run, iterator, num_microbatches=run.num_microbatches, forward_only=False)
+    loss = _all_ranks_sum(run, parts)
     lr = max(group["lr"] for group in run.optimizer.param_groups)
-    _, grad_norm, _ = run.optimizer.step()
+    run.optimizer.prepare_grads()
+    grad_norm = float(run.optimizer.get_grad_norm())
+    is_finite = math.isfinite(grad_norm) and math.isfinite(loss.values().get("loss", 0.0))
+    if is_finite:
+        _update(run.optimizer, grad_norm=grad_norm)
+        advance(run)
+    return StepResult(loss=loss, local_losses=tuple(parts), grad_norm=grad_norm, lr=lr, is_applied=is_finite)
+
+
+def advance(run: Run) -> None:
+    """Count a step as done: schedule, step and rows. For a bad step that is skipped, the caller's way past it."""
     run.scheduler.step(increment=1)
     run.step += 1
     run.rows += run.config.training.global_batch_size
-    return StepResult(loss=loss, grad_norm=float(grad_norm or 0.0), lr=lr)
 
 
 @torch.no_grad()
-def evaluate(run: Run, iterator: Iterator[Batch], *, num_batches: int) -> PhaseLoss:
-    """Loss over `num_batches` global batches, in evaluation mode; the model is left in training mode."""
+def evaluate(
+    run: Run, iterator: Iterator[Batch], *, num_batches: int, before_batch: Callable[[], None] = lambda: None
+) -> PhaseLoss:
+    """Loss over `num_batches` global batches, in evaluation mode; the model is left in training mode.
+
+    `before_batch` is called on every rank before each global batch, and may raise to break off.
+    """
     total = PhaseLoss(run.config.cycle.cycle_length, device=run.platform.device)
     overlap = run.config.parallel.overlap_param_gather
     for chunk in run.wrapped:
         if overlap:
             chunk.disable_forward_pre_hook()
         chunk.eval()
-    for _ in range(num_batches):
-        total.merge(_run_schedule(run, iterator, num_microbatches=run.num_microbatches, forward_only=True))
-    for chunk in run.wrapped:
-        chunk.train()
-        if overlap:
-            chunk.enable_forward_pre_hook()
+    try:
+        for _ in range(num_batches):
+            before_batch()
+            parts = _run_schedule(run, iterator, num_microbatches=run.num_microbatches, forward_only=True)
+            total.merge(_all_ranks_sum(run, parts))
+    finally:
+        for chunk in run.wrapped:
+            chunk.train()
+            if overlap:
+                chunk.enable_forward_pre_hook()
     return total
