@@ -84,7 +84,7 @@ def transformer_config(config: Config, *, on_cuda: bool) -> Any:
         deterministic_mode=config.training.deterministic,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=on_cuda,  # keeps the two halves of the gated layer and recomputes the rest
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         **_recompute_settings(config),

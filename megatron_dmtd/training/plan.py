@@ -1,0 +1,321 @@
+"""What a configuration will cost, computed without starting anything: placement, parameters, memory, FLOPs, messages, bubble.
+
+Counts of parameters are exact. Memory of activations is an estimate of what the backward pass keeps, in the layers' own terms (a
+test compares it with what autograd keeps); allocator overhead, temporaries and the communication library come on top. No torch.
+
+Units: bytes, FLOPs, and tokens of one stream unless a name says otherwise. "Per rank" is one process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from megatron_dmtd.config import Config, data_parallel_size, num_microbatches, validate
+from megatron_dmtd.errors import ConfigError
+from megatron_dmtd.models.vocab import padded_vocab_size
+from megatron_dmtd.parallel.placement import Placement, Stage, place
+from megatron_dmtd.training.flops import training_flops
+
+_BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagePlan:
+    """One pipeline stage, per rank of it."""
+
+    stage: Stage
+    streams_in: int
+    """Token streams that enter: 2 where a Refresh model is still in its parallel layers."""
+    num_parameters: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    """Kept for the backward pass, for all microbatches in flight."""
+    microbatches_in_flight: int
+    step_flops: float
+    """Model FLOPs of one step on one rank of this stage, recompute and dead work left out."""
+    sends_bytes: int
+    """Hidden states to the next stage, per microbatch and rank, forward (the gradient comes back in the same size)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A whole run."""
+
+    config: Config
+    world_size: int
+    data_parallel: int
+    num_microbatches: int
+    tokens_per_step: int
+    num_parameters: int
+    """Of the model, each counted once, without padding of the vocabulary."""
+    step_flops: float
+    """Of the whole step on all ranks."""
+    bubble: float
+    """Share of a step in which a rank of the pipeline waits, if all stages took equally long."""
+    stages: tuple[StagePlan, ...]
+
+    def rank_bytes(self, rank: int) -> int:
+        """Estimated memory of a process on pipeline rank `rank`."""
+        held = [plan for plan in self.stages if plan.stage.rank == rank]
+        return sum(plan.weight_bytes + plan.gradient_bytes + plan.optimizer_bytes + plan.activation_bytes for plan in held)
+
+
+def _layer_matrices(config: Config) -> int:
+    model = config.model
+    heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
+    return model.hidden_size * (heads * model.head_dim + 3 * model.intermediate_size)
+
+
+def _layer_vectors(config: Config) -> int:
+    return 2 * config.model.hidden_size + (2 * config.model.head_dim if config.model.qk_norm else 0)
+
+
+def num_model_parameters(config: Config) -> int:
+    """Parameters of the model; the same for every variant."""
+    model = config.model
+    tables = 1 if model.tie_word_embeddings else 2
+    layers = model.num_layers * (_layer_matrices(config) + _layer_vectors(config))
+    return layers + tables * model.vocab_size * model.hidden_size + model.hidden_size
+
+
+def _stage_parameters(config: Config, placement: Placement, stage: Stage) -> int:
+    """Parameters of one rank of a stage, padding and copies of the table included."""
+    tensor = config.parallel.tensor
+    table = padded_vocab_size(config.model.vocab_size) * config.model.hidden_size // tensor
+    tables = int(stage.index in placement.table_stages) + int(stage.has_output and not placement.tied)
+    final_norm = config.model.hidden_size if stage.has_output else 0
+    layer = _layer_matrices(config) // tensor + _layer_vectors(config)
+    return stage.num_layers * layer + tables * table + final_norm
+
+
+def _is_two_streams(config: Config) -> bool:
+    return not config.cycle.is_vanilla and config.cycle.history == "real"
+
+
+def _streams_into(config: Config, layer: int) -> int:
+    """Streams that enter a layer."""
+    return 2 if _is_two_streams(config) and layer < config.cycle.num_parallel_layers else 1
+
+
+def layer_activations_per_token(config: Config, *, on_gpu: bool) -> float:
+    """Numbers that one layer keeps for the backward pass, per token of one stream and rank.
+
+    Inputs and outputs of both norms; the joint projection of queries, keys and values, what their norms and rotation keep, the
+    attention's output and log-sum-exp, the rotation's angles; the gate and up halves and their product. Without the fused kernels
+    of a GPU the norms keep their normalised inputs too, and the gated activation its parts.
+    """
+    model, tensor = config.model, config.parallel.tensor
+    sequence = tensor if config.parallel.sequence_parallel else 1
+    queries, keys = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    unfused = 0 if on_gpu else 1
+    query_norm = queries + unfused * (queries + keys) if model.qk_norm else 0
+    attention = (queries + 2 * keys) + query_norm + (queries + keys) + queries + model.num_attention_heads
+    feed_forward = (3 + 2 * unfused) * model.intermediate_size
+    return (4 + 2 * unfused) * model.hidden_size / sequence + (attention + feed_forward) / tensor + 4 * model.head_dim
+
+
+def _activation_bytes(config: Config, stage: Stage, in_flight: int, *, on_gpu: bool) -> int:
+    parallel, size = config.parallel, _BYTES[config.training.precision]
+    tokens = config.training.micro_batch_size * config.data.seq_length
+    sequence = parallel.tensor if parallel.sequence_parallel else 1
+    full_layer = layer_activations_per_token(config, on_gpu=on_gpu)
+    inputs = config.model.hidden_size / sequence
+    streams = [_streams_into(config, layer) for layer in stage.layers]
+    if parallel.recompute == "full":
+        kept = sum(streams) * inputs * in_flight + max(streams) * full_layer
+    else:
+        kept = sum(streams) * full_layer * in_flight
+    numbers = tokens * kept
+    if stage.has_output:
+        # The head's fp32 logits and their softmax, of one microbatch: its backward pass follows at once.
+        numbers += tokens * 2 * (4 / size) * padded_vocab_size(config.model.vocab_size) / parallel.tensor
+    return int(numbers * size)
+
+
+def _in_flight(config: Config, stage: Stage, microbatches: int) -> int:
+    """Microbatches whose activations a stage holds at once (1F1B, or its interleaved form)."""
+    ranks, virtual = config.parallel.pipeline, config.parallel.virtual_stages
+    if virtual == 1:
+        return min(microbatches, ranks - stage.rank)
+    warm_up = 2 * (ranks - stage.rank - 1) + (virtual - 1) * ranks + 1
+    return min(microbatches, -(-warm_up // virtual))
+
+
+def _stage_flops(config: Config, stage: Stage, tokens: int) -> float:
+    """The stage's share of the model's FLOPs."""
+    return sum(_layer_flops(config, layer, tokens) for layer in stage.layers) + (
+        _head_flops(config, tokens) if stage.has_output else 0
+    )
+
+
+def _head_flops(config: Config, tokens: int) -> float:
+    return 6.0 * tokens * config.model.vocab_size * config.model.hidden_size
+
+
+def _layer_flops(config: Config, layer: int, tokens: int) -> float:
+    """FLOPs of one layer over rows that hold one document each."""
+    rows, length = tokens // config.data.seq_length, config.data.seq_length
+
+    def flops(num_layers: int, num_parallel: int) -> int:
+        model = dataclasses.replace(config.model, num_layers=num_layers)
+        cycle = dataclasses.replace(config.cycle, num_parallel_layers=num_parallel)
+        return training_flops(model, cycle, document_lengths=[length])
+
+    if config.cycle.is_vanilla or layer >= config.cycle.num_parallel_layers:
+        return float(rows * (flops(3, 1) - flops(2, 1)))
+    if layer == config.cycle.num_parallel_layers - 1:
+        return float(rows * (flops(2, 1) - (flops(3, 1) - flops(2, 1)))) - _head_flops(config, tokens)
+    return float(rows * (flops(3, 2) - flops(2, 1)))
+
+
+def make_plan(config: Config, *, world_size: int, on_gpu: bool = True) -> Plan:
+    """Plan a run on `world_size` processes. Raises `ConfigError` for whatever the configuration or the layout cannot do.
+
+    `on_gpu` chooses whose kernels the estimate of activations assumes.
+    """
+    validate(config, world_size=world_size)
+    placement = place(config)
+    replicas, microbatches = data_parallel_size(config, world_size), num_microbatches(config, world_size)
+    tokens_per_replica = config.training.global_batch_size * config.data.seq_length // replicas
+    run = _Run(replicas=replicas, microbatches=microbatches, tokens=tokens_per_replica, on_gpu=on_gpu)
+    stages = tuple(_plan_stage(config, placement, stage, run) for stage in placement.stages)
+    ranks, virtual = config.parallel.pipeline, config.parallel.virtual_stages
+    flops = sum(plan.step_flops for plan in stages) * config.parallel.tensor * replicas
+    return Plan(
+        config=config,
+        world_size=world_size,
+        data_parallel=replicas,
+        num_microbatches=microbatches,
+        tokens_per_step=config.training.global_batch_size * config.data.seq_length,
+        num_parameters=num_model_parameters(config),
+        step_flops=flops,
+        bubble=(ranks - 1) / (virtual * microbatches + ranks - 1),
+        stages=stages,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """What all stages share."""
+
+    replicas: int
+    microbatches: int
+    tokens: int
+    """Per replica and step."""
+    on_gpu: bool
+
+
+def _plan_stage(config: Config, placement: Placement, stage: Stage, run: _Run) -> StagePlan:
+    parameters = _stage_parameters(config, placement, stage)
+    size = _BYTES[config.training.precision]
+    in_flight = _in_flight(config, stage, run.microbatches)
+    optimizer = parameters * (8 + (4 if size == 2 else 0))
+    sequence = config.parallel.tensor if config.parallel.sequence_parallel else 1
+    rows = config.training.micro_batch_size * _streams_into(config, stage.layers[-1] + 1)
+    return StagePlan(
+        stage=stage,
+        streams_in=_streams_into(config, stage.first_layer),
+        num_parameters=parameters,
+        weight_bytes=parameters * size,
+        gradient_bytes=parameters * 4,
+        optimizer_bytes=optimizer // run.replicas if config.parallel.distributed_optimizer else optimizer,
+        activation_bytes=_activation_bytes(config, stage, in_flight, on_gpu=run.on_gpu),
+        microbatches_in_flight=in_flight,
+        step_flops=_stage_flops(config, stage, run.tokens) / config.parallel.tensor,
+        sends_bytes=0 if stage.has_output else rows * config.data.seq_length * config.model.hidden_size * size // sequence,
+    )
+
+
+def require_memory(plan: Plan, *, device_gib: float) -> None:
+    """Raise `ConfigError` if a rank's estimate exceeds `device_gib`."""
+    for rank in range(plan.config.parallel.pipeline):
+        needed = plan.rank_bytes(rank) / 2**30
+        if needed > device_gib:
+            raise ConfigError(
+                found=f"about {needed:.1f} GiB on pipeline rank {rank}",
+                required=f"no more than the device's {device_gib:g} GiB",
+                remedy="raise parallel.tensor or parallel.pipeline, lower training.micro_batch_size, or recompute: full",
+            )
+
+
+# --- as text --------------------------------------------------------------------------------------------------------------------
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.2f}"
+
+
+def _roles(plan: StagePlan) -> str:
+    stage = plan.stage
+    roles = [("embeds", stage.has_input_embedding), ("adds Embed(x)", stage.has_split), ("head and loss", stage.has_output)]
+    return ", ".join(name for name, is_here in roles if is_here) or "-"
+
+
+def describe(plan: Plan) -> str:
+    """The plan as a table for people."""
+    config, parallel = plan.config, plan.config.parallel
+    lines = [
+        f"{config.cycle.variant}: {plan.num_parameters / 1e6:,.1f} M parameters, {config.model.num_layers} layers"
+        + (
+            ""
+            if config.cycle.is_vanilla
+            else f" ({config.cycle.num_parallel_layers} parallel), cycles of {config.cycle.cycle_length}"
+        ),
+        f"{plan.world_size} processes = tensor {parallel.tensor} x pipeline {parallel.pipeline} x data {plan.data_parallel}"
+        + (f", {parallel.virtual_stages} virtual stages" if parallel.virtual_stages > 1 else "")
+        + f"; {plan.num_microbatches} microbatches per step, {config.training.precision}, recompute {parallel.recompute}",
+        f"{plan.tokens_per_step:,} tokens and {plan.step_flops / 1e12:,.2f} TFLOP per step; pipeline bubble {plan.bubble:.1%}",
+        "",
+    ]
+    header = (
+        "stage",
+        "rank",
+        "layers",
+        "streams",
+        "M params",
+        "weights",
+        "grads",
+        "optimizer",
+        "activations",
+        "GFLOP/step",
+        "sends MiB",
+    )
+    rows = [
+        (
+            str(p.stage.index),
+            str(p.stage.rank),
+            f"{p.stage.layers[0]}-{p.stage.layers[-1]}",
+            str(p.streams_in),
+            f"{p.num_parameters / 1e6:,.1f}",
+            _gib(p.weight_bytes),
+            _gib(p.gradient_bytes),
+            _gib(p.optimizer_bytes),
+            f"{_gib(p.activation_bytes)} ({p.microbatches_in_flight})",
+            f"{p.step_flops / 1e9:,.1f}",
+            f"{p.sends_bytes / 2**20:,.2f}",
+        )
+        for p in plan.stages
+    ]
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    for row, roles in zip([header, *rows], ["what else it holds", *map(_roles, plan.stages)], strict=True):
+        lines.append("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + "  " + roles)
+    largest = max(range(parallel.pipeline), key=plan.rank_bytes)
+    lines += [
+        "",
+        f"memory in GiB per process (microbatches in flight); largest: pipeline rank {largest}, {_gib(plan.rank_bytes(largest))}",
+    ]
+    return "\n".join(lines)
+
+
+def to_dict(plan: Plan) -> dict[str, object]:
+    """The plan as JSON values."""
+    stages = [
+        {"index": p.stage.index, "rank": p.stage.rank, "first_layer": p.stage.first_layer, "num_layers": p.stage.num_layers}
+        | {name: getattr(p, name) for name in (field.name for field in dataclasses.fields(p)) if name != "stage"}
+        for p in plan.stages
+    ]
+    names = ("world_size", "data_parallel", "num_microbatches", "tokens_per_step", "num_parameters", "step_flops", "bubble")
+    return {name: getattr(plan, name) for name in names} | {"stages": stages}
