@@ -89,6 +89,8 @@ class ParallelConfig:
     """Stages that each pipeline rank holds (interleaved schedule): smaller bubble, more communication. 1: not interleaved."""
     stage_layers: tuple[int, ...] = ()
     """Layers per stage, in order (`pipeline` times `virtual_stages` numbers; rank 0 holds stages 0, `pipeline`, ...). Empty: split by cost, with a boundary at the parallel/sequential split."""
+    context: int = 1
+    """Context-parallel ranks. Not built: must be 1 (docs/parallelism.md says how it would work and what it would cost)."""
     sequence_parallel: bool = False
     """Split norms and residual along the sequence over the tensor-parallel ranks."""
     distributed_optimizer: bool = True
@@ -164,6 +166,8 @@ class TrainingConfig:
     """Rows per optimizer step, over all ranks; a multiple of `micro_batch_size` times data-parallel ranks."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Compute type. `bf16` keeps fp32 master weights and fp32 gradients."""
+    freeze_embeddings: bool = False
+    """Train neither the embedding table nor the output head: for continued training, whose vocabulary is learnt already."""
     seed: int = 1234
     """Seed of the initial weights (the same for every layout) and of dropout."""
     eval_interval: int = 100

@@ -85,7 +85,15 @@ def validate_cycle(cycle: CycleConfig, model: ModelConfig) -> None:
 
 def validate_parallel(parallel: ParallelConfig, model: ModelConfig, cycle: CycleConfig) -> None:
     """Raise `ConfigError` if the layout cannot hold the model."""
-    _require_positive("parallel", {name: getattr(parallel, name) for name in ("tensor", "pipeline", "virtual_stages", "timeout_s")})
+    _require_positive(
+        "parallel", {name: getattr(parallel, name) for name in ("tensor", "pipeline", "virtual_stages", "timeout_s")}
+    )
+    _require(
+        parallel.context == 1,
+        found=f"parallel.context = {parallel.context}",
+        required="1: context parallelism is not built (docs/parallelism.md)",
+        remedy="set parallel.context to 1; for longer rows use parallel.tensor, parallel.sequence_parallel or parallel.recompute",
+    )
     for name, heads in (
         ("num_attention_heads", model.num_attention_heads),
         ("num_key_value_heads", model.num_key_value_heads),

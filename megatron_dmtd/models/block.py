@@ -61,6 +61,9 @@ class CycleBlock(TransformerBlock):
         hidden = hidden_sbh if self.pre_process else self.input_tensor
         assert hidden is not None, "no input reached this stage"
         hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            # Frozen embeddings: Megatron's recompute gives no gradients to layers whose input asks for none.
+            hidden = hidden.detach().requires_grad_()
         with tensor_parallel.get_cuda_rng_tracker().fork() if self.config.sequence_parallel else contextlib.nullcontext():
             for index, (layer, kind) in enumerate(zip(self.layers, self.kinds, strict=True)):
                 if index == self.split:

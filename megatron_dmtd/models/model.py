@@ -39,9 +39,7 @@ ROW_PARALLEL = ("linear_proj.weight", "linear_fc2.weight")
 class CycleModel(LanguageModule):
     """One pipeline stage of the decoder."""
 
-    def __init__(
-        self, config: Config, transformer_config: Any, placement: Placement, stage: Stage, *, backend: str
-    ) -> None:
+    def __init__(self, config: Config, transformer_config: Any, placement: Placement, stage: Stage, *, backend: str) -> None:
         groups = ProcessGroupCollection.use_mpu_process_groups()
         super().__init__(config=transformer_config, pg_collection=groups)
         self.settings = config
@@ -110,6 +108,12 @@ class CycleModel(LanguageModule):
         if self.stage.has_output and self.placement.tied:
             return self.output_layer.weight
         return None
+
+    def freeze_embeddings(self) -> None:
+        """Train neither the embedding table nor the output head. Call it before the model is wrapped."""
+        for weight in (self.shared_embedding_or_output_weight(), self.output_layer.weight if self.stage.has_output else None):
+            if weight is not None:
+                weight.requires_grad = False
 
     def _mark_table_copies(self) -> None:
         """Marks that Megatron's optimizers read: which parameters are one, and which copy counts in the gradient norm."""

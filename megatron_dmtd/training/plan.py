@@ -237,7 +237,8 @@ def require_memory(plan: Plan, *, device_gib: float) -> None:
             raise ConfigError(
                 found=f"about {needed:.1f} GiB on pipeline rank {rank}",
                 required=f"no more than the device's {device_gib:g} GiB",
-                remedy="raise parallel.tensor or parallel.pipeline, lower training.micro_batch_size, or recompute: full",
+                remedy="raise parallel.tensor or parallel.pipeline, lower training.micro_batch_size, "
+                "or set parallel.recompute to full",
             )
 
 

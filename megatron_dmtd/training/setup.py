@@ -65,6 +65,8 @@ def build_models(config: Config, platform: Platform) -> list[CycleModel]:
     for stage in placement.stages_of(parallel_state.get_pipeline_model_parallel_rank()):
         model = CycleModel(config, megatron_config, placement, stage, backend=backend)
         initialize_weights(model, seed=config.training.seed)
+        if config.training.freeze_embeddings:
+            model.freeze_embeddings()
         models.append(model.to(platform.device))
     return models
 

@@ -20,6 +20,10 @@ BAD: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"parallel": {"tensor": 3}}, "model.num_attention_heads = 4 over parallel.tensor = 3"),
     ({"parallel": {"tensor": 4}}, "model.num_key_value_heads = 2 over parallel.tensor = 4"),
     ({"parallel": {"tensor": 2}, "model": {"intermediate_size": 49}}, "model.intermediate_size = 49"),
+    ({"parallel": {"context": 2}}, "parallel.context = 2"),
+    ({"parallel": {"virtual_stages": 2}}, "parallel.virtual_stages = 2 with parallel.pipeline = 1"),
+    ({"parallel": {"pipeline": 2, "virtual_stages": 3}}, "6 pipeline stages for 4 layers"),
+    ({"parallel": {"pipeline": 2, "virtual_stages": 2, "stage_layers": (2, 2)}}, "parallel.pipeline is 2 with 2 virtual stages"),
     ({"parallel": {"sequence_parallel": True}}, "parallel.sequence_parallel with parallel.tensor = 1"),
     ({"parallel": {"overlap_param_gather": True}}, "overlap_param_gather without both"),
     ({"parallel": {"pipeline": 5}}, "5 pipeline stages for 4 layers"),
@@ -80,5 +84,8 @@ def test_processes_must_fit_the_layout_and_rows_the_processes() -> None:
             validate(config, world_size=world_size)
     with pytest.raises(ConfigError, match="global_batch_size = 4 rows, micro_batch_size 1 x 3 data-parallel ranks = 3"):
         validate(tiny_config(), world_size=3)
+    interleaved = with_settings(config, parallel={"tensor": 1, "virtual_stages": 2}, training={"global_batch_size": 3})
+    with pytest.raises(ConfigError, match="3 microbatches per step for 2 interleaved pipeline ranks"):
+        validate(interleaved, world_size=2)
     with pytest.raises(ConfigError, match="a multiple of 8"):
         validate(with_settings(tiny_config(), training={"micro_batch_size": 8}), world_size=1)

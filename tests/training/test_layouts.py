@@ -20,17 +20,19 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor-2": (2, {"tensor": 2}),
     "pipeline-2": (2, {"pipeline": 2}),
     "data-2": (2, {}),
-}
-MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "sequence-parallel": (2, {"tensor": 2, "sequence_parallel": True}),
     "pipeline-4": (4, {"pipeline": 4}),
     "pipeline-3-split-in-the-middle": (3, {"pipeline": 3, "stage_layers": (2, 1, 1)}),
     "pipeline-2-tensor-2": (4, {"pipeline": 2, "tensor": 2, "sequence_parallel": True}),
+    "virtual-stages": (2, {"pipeline": 2, "virtual_stages": 2}),
     "no-distributed-optimizer": (2, {"distributed_optimizer": False}),
     "overlapped": (2, {"overlap_grad_reduce": True, "overlap_param_gather": True}),
     "recompute-full": (1, {"recompute": "full"}),
     "recompute-selective": (1, {"recompute": "selective"}),
 }
+STEPS = 10
+#: tying does not meet the mask: one variant of two streams and one of one stream show the untied head
+MODELS = [*((variant, True) for variant in (*VARIANTS, "vanilla")), ("bidirectional-refresh", False), ("causal-norefresh", False)]
 
 
 def curve(config: Config) -> tuple[list[float], list[float], dict[str, float]]:
@@ -50,7 +52,8 @@ def curve(config: Config) -> tuple[list[float], list[float], dict[str, float]]:
 
 
 def _config(corpus: tuple[str, str], variant: str, **sections: Any) -> Config:
-    return with_settings(tiny_config(variant, **sections), data={"train": (corpus[0],), "valid": (corpus[1],)})
+    config = tiny_config(variant, training={"steps": STEPS}, **sections)
+    return with_settings(config, data={"train": (corpus[0],), "valid": (corpus[1],)})
 
 
 @pytest.fixture(scope="module")
@@ -58,39 +61,123 @@ def single(corpus: tuple[str, str]) -> dict[tuple[str, bool], Any]:
     """Curves of one process, by variant and tying."""
     return {
         (variant, tied): run_ranks(1, curve, _config(corpus, variant, model={"tie_word_embeddings": tied}))[0]
-        for variant in (*VARIANTS, "vanilla")
-        for tied in (True, False)
+        for variant, tied in MODELS
     }
 
 
-def _assert_same_curve(found: list[Any], expected: Any) -> None:
+def _is_same_curve(found: list[Any], expected: Any) -> bool:
     losses, norms, held_out = expected
-    assert max(losses) - min(losses) > 0.1, "the curve must move, or the comparison says nothing"
-    for rank_losses, rank_norms, rank_held_out in found:
-        assert rank_losses == pytest.approx(losses, abs=2e-6)
-        assert rank_norms == pytest.approx(norms, rel=5e-6)
-        assert rank_held_out == pytest.approx(held_out, abs=2e-6)
-        assert set(held_out) == {"loss", *(f"loss_phase_{phase}" for phase in range(4))}
+    return all(
+        rank_losses == pytest.approx(losses, abs=2e-6)
+        and rank_norms == pytest.approx(norms, rel=5e-6)
+        and rank_held_out == pytest.approx(held_out, abs=2e-6)
+        for rank_losses, rank_norms, rank_held_out in found
+    )
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("variant", [*VARIANTS, "vanilla"])
+@pytest.mark.parametrize(
+    ("variant", "tied"), MODELS, ids=[f"{variant}-{'tied' if tied else 'untied'}" for variant, tied in MODELS]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_gives_the_curve_of_one_process(
     layout: str, variant: str, tied: bool, corpus: tuple[str, str], single: dict[tuple[str, bool], Any]
 ) -> None:
     world_size, parallel = LAYOUTS[layout]
+    expected = single[variant, tied]
+    assert max(expected[0]) - min(expected[0]) > 0.1, "the curve must move, or the comparison says nothing"
+    assert set(expected[2]) == {"loss", *(f"loss_phase_{phase}" for phase in range(4))}
     config = _config(corpus, variant, parallel=parallel, model={"tie_word_embeddings": tied})
-    _assert_same_curve(run_ranks(world_size, curve, config), single[variant, tied])
+    assert _is_same_curve(run_ranks(world_size, curve, config), expected)
+
+
+def _swap_streams() -> None:
+    """Planted: in the parallel layers real queries take the place of shadow queries."""
+    from megatron_dmtd.models import attention_core
+
+    original = attention_core.StreamAttentionCore.forward
+
+    def swapped(self: Any, query: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        if self.layer_kind == "parallel":
+            query = query.roll(query.shape[1] // 2, dims=1)
+        return original(self, query, *arguments, **keywords)
+
+    attention_core.StreamAttentionCore.forward = swapped
+
+
+def _see_own_real_cycle() -> None:
+    """Planted: shadow queries see the real keys of their own cycle, the future's among them."""
+    from megatron_dmtd.cycle import mask
+
+    original = mask.visible
+
+    def leaking(**slots: Any) -> torch.Tensor:
+        same_cycle = slots["query_position"] // slots["cycle_length"] == slots["key_position"] // slots["cycle_length"]
+        same_document = slots["query_document"] == slots["key_document"]
+        return original(**slots) | (same_cycle & same_document & slots["key_is_real"])
+
+    mask.visible = leaking
+
+
+FAULTS = {"swapped streams": _swap_streams, "a wrong mask": _see_own_real_cycle}
+
+
+def faulty_curve(fault: str, config: Config) -> Any:
+    """The curve of a run with a planted fault. Runs on each rank, in a process that ends with it."""
+    from megatron_dmtd.platform import prepare_megatron
+
+    prepare_megatron()
+    FAULTS[fault]()
+    return curve(config)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_planted_fault_is_seen_in_every_layout(
+    layout: str, fault: str, corpus: tuple[str, str], single: dict[tuple[str, bool], Any]
+) -> None:
+    world_size, parallel = LAYOUTS[layout]
+    config = _config(corpus, "bidirectional-refresh", parallel=parallel)
+    assert not _is_same_curve(run_ranks(world_size, faulty_curve, fault, config), single["bidirectional-refresh", True])
+
+
+def table_copies(config: Config) -> list[torch.Tensor]:
+    """This rank's copies of the embedding table after training."""
+    from megatron_dmtd.platform import prepare_megatron
+    from megatron_dmtd.training import loop
+    from megatron_dmtd.training.step import train_step
+
+    run = loop.prepare(config, prepare_megatron())
+    iterator = loop._iterator(run, loop._dataset(config, config.data.train, shuffled=True), first_row=0)
+    for _ in range(config.training.steps):
+        train_step(run, iterator)
+    tables = [model.shared_embedding_or_output_weight() for model in run.models]
+    return [table.detach().clone() for table in tables if table is not None]
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("layout", MORE_LAYOUTS)
-def test_further_layout_gives_the_curve_of_one_process(
-    layout: str, tied: bool, corpus: tuple[str, str], single: dict[tuple[str, bool], Any]
+@pytest.mark.parametrize(
+    ("world_size", "parallel", "copies"),
+    [
+        (2, {"pipeline": 2}, [1, 1]),
+        (3, {"pipeline": 3, "stage_layers": (2, 1, 1)}, [1, 1, 1]),
+        (2, {"pipeline": 2, "virtual_stages": 2}, [2, 1]),
+        (4, {"pipeline": 2}, [1, 1, 1, 1]),
+    ],
+    ids=["two-stages", "three-stages", "two-copies-on-one-rank", "two-stages-two-replicas"],
+)
+def test_copies_of_the_embedding_table_stay_bitwise_equal(
+    world_size: int, parallel: dict[str, Any], copies: list[int], tied: bool, corpus: tuple[str, str]
 ) -> None:
-    world_size, parallel = MORE_LAYOUTS[layout]
     config = _config(corpus, "bidirectional-refresh", parallel=parallel, model={"tie_word_embeddings": tied})
-    _assert_same_curve(run_ranks(world_size, curve, config), single["bidirectional-refresh", tied])
+    found = run_ranks(world_size, table_copies, with_settings(config, training={"steps": 20}))
+    if not tied and "stage_layers" in parallel:
+        copies = [1, 1, 0]
+    if not tied and parallel.get("virtual_stages"):
+        copies = [2, 0]
+    assert [len(tables) for tables in found] == copies
+    first = found[0][0]
+    assert not torch.equal(first, torch.zeros_like(first))
+    assert all(torch.equal(first, table) for tables in found for table in tables)
