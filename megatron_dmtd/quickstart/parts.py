@@ -55,7 +55,6 @@ class Parts:
         elif stamp["finished"] and all(path.exists() for path in part.outputs):
             self._say(f"{part.name}: done before")
             return float(stamp["seconds"])
-        self._say(part.name)
         spent = float(stamp["seconds"]) if stamp.get("inputs") == inputs and not stamp["finished"] else 0.0
         self._write(part, {"inputs": inputs, "finished": False, "seconds": spent})
         started = time.monotonic()
