@@ -18,11 +18,11 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -32,7 +32,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadPlan,
     ReadItem,
     SavePlan,
     TensorWriteData,
@@ -40,6 +39,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_dmtd.config import Config, from_yaml, to_yaml
 from megatron_dmtd.conversion.directories import built_aside
@@ -97,10 +97,8 @@ class CheckpointTensors:
     def __init__(self, step_directory: str | Path) -> None:
         """Raises `CheckpointError` if the metadata is unreadable, or files that it names are absent, too short or not all."""
         self.directory = Path(step_directory)
-        self._reader = dcp.FileSystemReader(self.directory)
         try:
-            self._metadata = self._reader.read_metadata()
-            self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+            self._metadata = dcp.FileSystemReader(self.directory).read_metadata()
             self._stored = {
                 key: entry
                 for key, entry in self._metadata.state_dict_metadata.items()
@@ -148,31 +146,38 @@ class CheckpointTensors:
         stored = self._stored[key]
         offsets = [0] * len(stored.size) if layer is None else [layer, *[0] * (len(stored.size) - 1)]
         sizes = list(stored.size) if layer is None else [1, *stored.size[1:]]
-        target = torch.empty(sizes, dtype=stored.properties.dtype)
         wanted = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
         items = create_read_items_for_chunk_list(key, stored, [wanted])
         try:
-            self._reader.read_data(LoadPlan(items), _IntoOneTensor(target)).wait()
+            whole = self._read_piece(items[0]) if len(items) == 1 else self._assembled(items, wanted, stored.properties.dtype)
         except _READ_ERRORS as error:
             raise _damaged(self.directory, error) from error
-        return target if layer is None else target[0]
+        found, expected = (tuple(whole.shape), whole.dtype), (tuple(sizes), stored.properties.dtype)
+        if found != expected:
+            raise _damaged(self.directory, ValueError(f"{key} is {found}, where the metadata have {expected}"))
+        return whole if layer is None else whole[0]
+
+    def _assembled(self, items: list[ReadItem], wanted: ChunkStorageMetadata, dtype: torch.dtype) -> torch.Tensor:
+        whole = torch.empty(wanted.sizes, dtype=dtype)
+        for item in items:
+            _narrowed(whole, item.dest_offsets, item.lengths).copy_(self._read_piece(item))
+        return whole
+
+    def _read_piece(self, item: ReadItem) -> torch.Tensor:
+        """What one rank stored of a tensor, or the part of it that is wanted."""
+        place = self._metadata.storage_data[item.storage_index]
+        if getattr(place, "transform_descriptors", None):
+            raise ValueError(f"{place.relative_path} is stored by a transformation ({place.transform_descriptors})")
+        with open(self.directory / place.relative_path, "rb") as file:
+            view = cast(IO[bytes], _create_file_view(file, place.offset, place.length))
+            piece = torch.load(view, map_location="cpu", weights_only=True)
+        return _narrowed(piece, item.storage_offsets, item.lengths)
 
 
-class _IntoOneTensor(DefaultLoadPlanner):
-    """Puts every piece that is read at its place in one tensor."""
-
-    def __init__(self, target: torch.Tensor) -> None:
-        super().__init__()
-        self._target = target
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        part = self._target
-        for axis, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            part = part.narrow(axis, start, length)
-        return part
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing to do: the tensor is the place."""
+def _narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    for axis, (start, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(axis, start, length)
+    return tensor
 
 
 def _check_stackable(specs: Mapping[str, TensorSpec], *, num_layers: int) -> None:
