@@ -88,7 +88,8 @@ class ParallelConfig:
     virtual_stages: int = 1
     """Stages that each pipeline rank holds (interleaved schedule): smaller bubble, more communication. 1: not interleaved."""
     stage_layers: tuple[int, ...] = ()
-    """Layers per stage, in order (`pipeline` times `virtual_stages` numbers; rank 0 holds stages 0, `pipeline`, ...). Empty: split by cost, with a boundary at the parallel/sequential split."""
+    """Layers per stage, in order (`pipeline` times `virtual_stages` numbers; rank 0 holds stages 0, `pipeline`, ...).
+    Empty: split by cost, with a boundary at the parallel/sequential split."""
     context: int = 1
     """Context-parallel ranks. Not built: must be 1 (docs/parallelism.md says how it would work and what it would cost)."""
     sequence_parallel: bool = False

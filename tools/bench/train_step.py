@@ -1,0 +1,236 @@
+"""Time a training step of the same model in every form, in one process and one run.
+
+    python tools/bench/train_step.py --seq-lengths 1024 4096 --threads 2
+
+Forms: Megatron's own GPTModel as an ordinary decoder (the baseline), this project's vanilla model and its four variants, and the
+Hugging Face code of this repository with autograd. A step is a forward and a backward pass over one row; the optimizer, which is
+the same for all, is left out. Forms take turns in every round, so that drift of the machine meets all of them; figures are medians.
+
+Columns: tokens/s; ratio to GPTModel; the ratio that FLOPs alone would give (its limit) and the share of it that is reached; MFU
+against the matrix-product rate measured in this run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+SIZES = {
+    "5M": {
+        "num_layers": 8,
+        "hidden_size": 192,
+        "intermediate_size": 576,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 4096,
+    },
+    "20M": {
+        "num_layers": 9,
+        "hidden_size": 384,
+        "intermediate_size": 1152,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 8192,
+    },
+    "135M": {
+        "num_layers": 30,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "vocab_size": 49152,
+    },
+}
+VARIANTS = ("vanilla", "causal-norefresh", "causal-refresh", "bidirectional-norefresh", "bidirectional-refresh")
+BASELINE = "GPTModel"
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="20M", help="parameters of the model (default: %(default)s)")
+    parser.add_argument("--seq-lengths", type=int, nargs="+", default=[1024, 4096], help="slots per row (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each form (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default: %(default)s)")
+    parser.add_argument("--json", default="", help="also write the figures to this file")
+    return parser.parse_args()
+
+
+def config_of(size: str, variant: str, seq_length: int) -> Any:
+    """A configuration of one form: parallel layers are seven of nine, as in the published models."""
+    from megatron_dmtd.config import Config, CycleConfig, DataConfig, ModelConfig
+
+    shape = SIZES[size]
+    model = ModelConfig(**shape, max_position_embeddings=seq_length, rope_theta=1e4)  # type: ignore[arg-type]
+    parallel_layers = round(shape["num_layers"] * 7 / 9)
+    cycle = CycleConfig(variant=variant, num_parallel_layers=parallel_layers, mask_token_id=1)  # type: ignore[arg-type]
+    return Config(model=model, cycle=cycle, data=DataConfig(seq_length=seq_length, pad_token_id=0))
+
+
+class CausalAttention(torch.nn.Module):
+    """The kernel of the vanilla model's attention, for Megatron's GPTModel."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: None, /, **_: Any) -> torch.Tensor:
+        """[s, b, heads, width] to [s, b, heads * width]."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def gpt_model(config: Any) -> torch.nn.Module:
+    """Megatron's ordinary decoder of the same shape."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from megatron_dmtd.models.norm import RMSNorm
+    from megatron_dmtd.models.transformer_config import transformer_config
+    from megatron_dmtd.models.vocab import padded_vocab_size
+
+    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+    attention = spec.submodules.self_attention.submodules
+    attention.q_layernorm = attention.k_layernorm = RMSNorm
+    attention.core_attention = CausalAttention
+    megatron_config = dataclasses.replace(transformer_config(config, on_cuda=False), perform_initialization=True)
+    return GPTModel(
+        megatron_config,
+        spec,
+        vocab_size=padded_vocab_size(config.model.vocab_size),
+        max_sequence_length=config.data.seq_length,
+        position_embedding_type="rope",
+        rotary_base=int(config.model.rope_theta),
+        share_embeddings_and_output_weights=True,
+    )
+
+
+def forms(size: str, seq_length: int, platform: Any) -> dict[str, Callable[[], None]]:
+    """One step of each form, by name."""
+    from megatron_dmtd.conversion.hf_config import to_hf_config
+    from megatron_dmtd.hf import DMTDQwen3Config, DMTDQwen3ForCausalLM
+    from megatron_dmtd.training.setup import build_models
+
+    tokens = torch.randint(2, SIZES[size]["vocab_size"], (1, seq_length))
+    positions = torch.arange(seq_length)[None]
+    steps: dict[str, Callable[[], None]] = {}
+
+    def add(name: str, model: torch.nn.Module, loss: Callable[[torch.nn.Module], torch.Tensor]) -> None:
+        def step() -> None:
+            model.zero_grad(set_to_none=True)
+            loss(model).sum().backward()
+
+        steps[name] = step
+
+    add(BASELINE, gpt_model(config_of(size, "vanilla", seq_length)), lambda m: m(tokens, positions, None, labels=tokens))
+    for variant in VARIANTS:
+        (model,) = build_models(config_of(size, variant, seq_length), platform)
+        add(variant, model, lambda m: m(tokens, positions, tokens, document_lengths=((seq_length,),)))
+    for variant in VARIANTS[1:]:
+        config = config_of(size, variant, seq_length)
+        hf = DMTDQwen3ForCausalLM(DMTDQwen3Config(**to_hf_config(config.model, config.cycle)))
+        add(f"HF {variant}", hf, lambda m: m(tokens, labels=tokens, use_cache=False).loss)
+    return steps
+
+
+def seconds(step: Callable[[], None]) -> float:
+    """Wall time of one step."""
+    started = time.perf_counter()
+    step()
+    return time.perf_counter() - started
+
+
+def matmul_flops_per_s(rounds: int) -> float:
+    """Rate of a large fp32 matrix product, median."""
+    a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
+    torch.mm(a, b)
+    times = [seconds(lambda: torch.mm(a, b)) for _ in range(rounds)]
+    return 2 * 2048**3 / statistics.median(times)
+
+
+def measure(size: str, seq_length: int, rounds: int, platform: Any) -> list[dict[str, Any]]:
+    """Figures of every form at one length."""
+    from megatron_dmtd.training.flops import training_flops
+
+    steps = forms(size, seq_length, platform)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    rates = []
+    for step in steps.values():
+        step()
+    for _ in range(rounds):
+        rates.append(matmul_flops_per_s(3))
+        for name, step in steps.items():
+            times[name].append(seconds(step))
+    baseline, peak = statistics.median(times[BASELINE]), statistics.median(rates)
+
+    def flops(variant: str) -> int:
+        config = config_of(size, variant, seq_length)
+        return training_flops(config.model, config.cycle, document_lengths=[seq_length])
+
+    rows = []
+    for name, samples in times.items():
+        variant = "vanilla" if name == BASELINE else name.removeprefix("HF ")
+        median = statistics.median(samples)
+        # Pair by pair, so that a slow stretch of the machine meets both sides of a ratio.
+        ratio = statistics.median(mine / theirs for mine, theirs in zip(samples, times[BASELINE], strict=True))
+        limit = flops(variant) / flops("vanilla")
+        rows.append(
+            {
+                "form": name,
+                "seq_length": seq_length,
+                "tokens_per_s": seq_length / median,
+                "seconds": median,
+                "time_ratio_to_gpt": ratio,
+                "flops_ratio": limit,
+                "share_of_limit": limit / ratio,
+                "mfu": flops(variant) / median / peak,
+                "spread": (max(samples) - min(samples)) / median,
+            }
+        )
+    assert baseline > 0
+    return rows
+
+
+def main() -> int:
+    """Print a table per length."""
+    options = arguments()
+    torch.set_num_threads(options.threads)
+    from megatron_dmtd.config import Config
+    from megatron_dmtd.parallel.groups import init_parallel, shut_down
+    from megatron_dmtd.platform import prepare_megatron
+
+    platform = prepare_megatron()
+    init_parallel(Config(), platform)
+    print(f"{options.size} parameters, {platform.describe()}, medians of {options.rounds} rounds")
+    results = []
+    for seq_length in options.seq_lengths:
+        rows = measure(options.size, seq_length, options.rounds, platform)
+        results += rows
+        print(f"\n{seq_length} tokens")
+        print(f"{'form':32}{'tokens/s':>10}{'time/GPT':>10}{'FLOPs/GPT':>11}{'of limit':>10}{'MFU':>8}{'spread':>8}")
+        for row in rows:
+            print(
+                f"{row['form']:32}{row['tokens_per_s']:10,.0f}{row['time_ratio_to_gpt']:10.3f}{row['flops_ratio']:11.3f}"
+                f"{row['share_of_limit']:10.1%}{row['mfu']:8.1%}{row['spread']:8.0%}"
+            )
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"size": options.size, "threads": options.threads, "rows": results}, file, indent=2)
+    shut_down()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
