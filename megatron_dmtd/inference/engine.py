@@ -21,6 +21,8 @@ import torch
 
 from megatron_dmtd.cycle import complete_length
 from megatron_dmtd.errors import CapabilityError, ConfigError, DataError, DMTDError
+from megatron_dmtd.inference.native.build import load_kernels
+from megatron_dmtd.inference.native_ops import NativeOps
 from megatron_dmtd.inference.planner import plan_step
 from megatron_dmtd.inference.pools import KeyValuePool, Pools, PoolShape
 from megatron_dmtd.inference.prefix import PrefixIndex
@@ -54,12 +56,16 @@ class EngineConfig:
     """Let cycle heads of all requests meet in one step, so that parallel layers run once per cycle for all of them."""
     prefix_caching: bool = True
     """Keep pages of finished requests for later ones with the same beginning."""
+    kernels: Literal["auto", "native", "torch"] = "auto"
+    """"native": compiled C for steps of few rows (fp32 on a CPU); "torch": torch alone; "auto": native where it can be."""
 
     def check(self, cycle_length: int) -> None:
         """Accept the values, or raise `ConfigError`."""
         for name in ("max_batch", "chunk_tokens", "page_size", "cache_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(found=f"{name}={getattr(self, name)}", required="at least 1", remedy=f"raise {name}")
+        if self.kernels not in ("auto", "native", "torch"):
+            raise ConfigError(found=f"kernels={self.kernels!r}", required="auto, native or torch", remedy="change kernels")
         if complete_length(self.page_size, cycle_length) != self.page_size:
             raise ConfigError(
                 found=f"page_size={self.page_size} with cycles of {cycle_length} tokens",
@@ -166,7 +172,11 @@ class Engine:
         self.model, self.config, self.method = model, config, model.method
         self.pools, self.max_length = _make_pools(model, config)
         self.prefix_index = PrefixIndex(self.pools, self.method) if config.prefix_caching else None
-        self.runner = Runner(model, self.pools, num_slots=config.max_batch, max_length=self.max_length)
+        self.kernel_note = _native_refusal(model, config)
+        """Why native kernels are not used; empty if they are."""
+        self.runner = Runner(
+            model, self.pools, num_slots=config.max_batch, max_length=self.max_length, native=not self.kernel_note
+        )
         self.scheduler = Scheduler(
             self.method,
             self.pools,
@@ -396,6 +406,20 @@ def _device(name: str | None) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise CapabilityError(found=f"device {name} without CUDA", required="a CUDA device", remedy="use device='cpu'")
     return device
+
+
+def _native_refusal(model: ModelWeights, config: EngineConfig) -> str:
+    """Why the native kernels cannot be used, or are not wanted; empty if they are used."""
+    if config.kernels == "torch":
+        return "kernels='torch'"
+    try:
+        NativeOps.check(model.shape, dtype=model.dtype, device=model.device, page_size=config.page_size)
+        load_kernels()
+    except CapabilityError as error:
+        if config.kernels == "native":
+            raise
+        return error.found
+    return ""
 
 
 def _make_pools(model: ModelWeights, config: EngineConfig) -> tuple[Pools, int]:

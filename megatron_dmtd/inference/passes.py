@@ -8,6 +8,7 @@ Shape legend: R rows, S slots, P pages of the longest request, B chunks with equ
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -47,6 +48,17 @@ class Group:
     num_pages: int
     mask_BrK: torch.Tensor
     """Which keys each query reads: those of the pages, then the rows of `key_Br`."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryRuns:
+    """Queries of a pass by chunk: chunk c has queries `[query_start[c], query_start[c + 1])` of `row`, and rows of the pass
+    `[row_start[c], row_start[c + 1])`.
+    """
+
+    row: torch.Tensor
+    query_start: torch.Tensor
+    row_start: torch.Tensor
 
 
 @dataclass(kw_only=True)
@@ -100,6 +112,21 @@ class Pass:
     def max_rows_per_chunk(self) -> int:
         """Rows of the largest chunk."""
         return max(stop - start for start, stop in _runs(self.rows.chunk))
+
+    @cached_property
+    def all_runs(self) -> QueryRuns:
+        """Attention of all rows, for the native kernel."""
+        return self._query_runs(range(len(self)))
+
+    @cached_property
+    def final_runs(self) -> QueryRuns:
+        """Attention of the final rows alone, for the native kernel."""
+        return self._query_runs(self.final)
+
+    def _query_runs(self, queries: Sequence[int]) -> QueryRuns:
+        row_start = [start for start, _ in _runs(self.rows.chunk)] + [len(self)]
+        query_start = [bisect_left(queries, start) for start in row_start]
+        return QueryRuns(torch.tensor(queries), torch.tensor(query_start), torch.tensor(row_start))
 
     # For attention in torch; native kernels read `numbers_NR` alone.
 

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 import torch
 
 from megatron_dmtd.cycle import phase
-from megatron_dmtd.inference import matmul
+from megatron_dmtd.inference.matmul import ROW_COUNTS, FastestMatmul
+from megatron_dmtd.inference.native.build import load_kernels
+from megatron_dmtd.inference.native_ops import NativeOps
 from megatron_dmtd.inference.passes import BlockTables, Pass
 from megatron_dmtd.inference.planner import Rows, StepPlan
 from megatron_dmtd.inference.pools import KeyValuePool, Pools, Tables
@@ -23,11 +25,17 @@ from megatron_dmtd.inference.weights import ModelWeights
 class Runner:
     """A model, its pools, and the hidden states kept between steps."""
 
-    def __init__(self, model: ModelWeights, pools: Pools, *, num_slots: int, max_length: int) -> None:
+    def __init__(self, model: ModelWeights, pools: Pools, *, num_slots: int, max_length: int, native: bool) -> None:
         shape, device = model.shape, model.device
         self.model, self.pools = model, pools
         cos_TE, sin_TE = model.rotary_tables(max_length + model.method.cycle_length)
-        self.torch_ops = TorchOps(shape, cos_TE, sin_TE, matmul.plain)
+        self.torch_ops = TorchOps(shape, cos_TE, sin_TE)
+        self.native_ops: NativeOps | None = None
+        if native:
+            max_rows = min(ROW_COUNTS[-1], 2 * model.method.cycle_length * num_slots)
+            measured_on = [matrix for layer in model.layers[:2] for matrix in layer.matrices]
+            fastest = FastestMatmul(load_kernels(), measured_on, max_rows=max_rows)
+            self.native_ops = NativeOps(model, cos_TE, sin_TE, fastest, max_rows=max_rows)
         kept_size = (num_slots, model.method.cycle_length, shape.hidden_size)
         self.kept_SCX = torch.zeros(kept_size, dtype=model.dtype, device=device)
         self.tables = {
@@ -72,12 +80,15 @@ class Runner:
             hidden_RX = hidden_RX + added_RX
         layers = range(model.shape.num_parallel_layers, model.shape.num_layers)
         hidden_FX = self._layers(layers, hidden_RX, run, self.pools.sequential)
-        ops = self.torch_ops
+        ops = self._ops(run)
         return ops.linear(ops.norm(hidden_FX, model.final_norm_X), model.head_VX)
+
+    def _ops(self, run: Pass) -> TorchOps | NativeOps:
+        return self.native_ops if self.native_ops is not None and self.native_ops.takes(run) else self.torch_ops
 
     def _layers(self, layers: range, hidden_RX: torch.Tensor, run: Pass, pool: KeyValuePool) -> torch.Tensor:
         """The layers of one half. Rows that are not final end at the last layer's K and V: the rest of it is dead work."""
-        ops = self.torch_ops
+        ops = self._ops(run)
         for pool_layer, layer in enumerate(layers):
             weights, final_only = self.model.layers[layer], run.ends_early and layer == layers[-1]
             qkv = ops.linear(ops.norm(hidden_RX, weights.input_norm_X), weights.qkv, weights.qkv_bias)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from megatron_dmtd.inference.matmul import Matmul
 from megatron_dmtd.inference.passes import Group, Pass
 from megatron_dmtd.inference.pools import KeyValuePool
 from megatron_dmtd.inference.weights import LayerWeights, ModelShape
@@ -18,9 +17,8 @@ from megatron_dmtd.inference.weights import LayerWeights, ModelShape
 class TorchOps:
     """Norms, matrices, rotary angles, stores and attention."""
 
-    def __init__(self, shape: ModelShape, cos_TE: torch.Tensor, sin_TE: torch.Tensor, matmul: Matmul) -> None:
+    def __init__(self, shape: ModelShape, cos_TE: torch.Tensor, sin_TE: torch.Tensor) -> None:
         self.shape, self.cos_TE, self.sin_TE = shape, cos_TE, sin_TE
-        self.matmul = matmul
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMSNorm over the last dimension, in fp32 or wider."""
@@ -29,13 +27,13 @@ class TorchOps:
 
     def linear(self, x_RX: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x @ weight.T + bias`."""
-        return self.matmul(x_RX, weight, bias)
+        return functional.linear(x_RX, weight, bias)
 
     def linear_add(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual_RX: torch.Tensor
     ) -> torch.Tensor:
         """`residual + x @ weight.T + bias`."""
-        return residual_RX + self.matmul(x, weight, bias)
+        return residual_RX + functional.linear(x, weight, bias)
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """`silu(gate) * up`."""

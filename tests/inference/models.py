@@ -11,7 +11,7 @@ from tests.hf.tiny import tiny_model, vanilla_decoder
 
 NAMES = ("causal-norefresh", "causal-refresh", "bidirectional-norefresh", "bidirectional-refresh")
 KINDS = (*NAMES, "vanilla")
-PENALTY = 1.5
+PENALTY = 5.0
 SMALL = EngineConfig(max_batch=4, max_length=128, cache_tokens=512, chunk_tokens=24)
 
 

@@ -95,13 +95,13 @@ def test_a_whole_prompt_known_already_is_reused_but_for_its_last_page(pair: Pair
 
 
 def test_too_little_room_preempts_and_resumes_with_the_same_tokens(pair: Pair):
-    config = EngineConfig(max_batch=4, max_length=64, cache_tokens=112, chunk_tokens=16, prefix_caching=False)
+    config = EngineConfig(max_batch=4, max_length=64, cache_tokens=96, chunk_tokens=16, prefix_caching=False)
     engine = pair.engine(config)
-    prompts = prompts_of([10, 13, 7, 15, 3], seed=100)
-    assert outputs(engine, prompts, 37) == [pair.greedy(prompt, 37) for prompt in prompts]
+    prompts = prompts_of([10, 13, 7, 15], seed=100)
+    assert outputs(engine, prompts, 30) == [pair.greedy(prompt, 30) for prompt in prompts]
     assert engine.stats.num_preemptions > 0
     cached = pair.engine(dataclasses.replace(config, prefix_caching=True))
-    assert outputs(cached, prompts, 37) == [pair.greedy(prompt, 37) for prompt in prompts]
+    assert outputs(cached, prompts, 30) == [pair.greedy(prompt, 30) for prompt in prompts]
     assert cached.stats.num_preemptions > 0
 
 
@@ -200,27 +200,28 @@ def test_hundreds_of_random_requests_in_random_company(pairs):
     preempted = reused = 0
     for kind, pair in pairs.items():
         stems = prompts_of([40, 40], seed=500)
-        for _ in range(4):
+        known = [generator.choice(stems)[: generator.randint(1, 40)] for _ in range(8)]
+        for _ in range(3):
             config = EngineConfig(
-                max_batch=generator.choice([1, 2, 5]),
+                max_batch=generator.choice([1, 3, 5]),
                 max_length=96,
-                cache_tokens=generator.choice([96, 160, 400]),
+                cache_tokens=generator.choice([96, 112, 400]),
                 page_size=generator.choice([4, 8, 16]),
                 chunk_tokens=generator.choice([2, 5, 16, 64]),
                 align_heads=generator.random() < 0.7,
                 prefix_caching=generator.random() < 0.7,
             )
             engine = pair.engine(config)
-            prompts = [generator.choice(stems)[: generator.randint(1, 40)] for _ in range(12)]
-            counts = [generator.randint(1, 24) for _ in prompts]
+            prompts = [generator.choice(known) for _ in range(12)]
+            counts = [generator.randint(1, 20) for _ in prompts]
             ids = [engine.submit(prompt, max_new_tokens=count, params=GREEDY) for prompt, count in zip(prompts, counts)]
             done = {}
             while engine.has_work:
                 done |= {event.request_id: event.completion for event in engine.step() if event.completion}
                 engine.check_integrity()
             for request_id, prompt, count in zip(ids, prompts, counts):
-                assert list(done[request_id].token_ids) == pair.greedy(prompt, 24)[:count], (kind, config)
+                assert list(done[request_id].token_ids) == pair.greedy(prompt, 20)[:count], (kind, config)
             preempted += engine.stats.num_preemptions
             reused += engine.prefix_index.num_reused_tokens if engine.prefix_index else 0
-    assert preempted > 5
-    assert reused > 200
+    assert preempted > 2
+    assert reused > 100

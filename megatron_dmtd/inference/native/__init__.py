@@ -1,0 +1,1 @@
+"""Kernels in C, compiled when an engine is made."""
