@@ -16,7 +16,7 @@ PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "d
 SHAPES = {
     "qwen3-4b": (36, 28, 2560, 9728, 32, 8, 128, 151936, 1e6, True, 151660),
     "smollm2-135m": (30, 23, 576, 1536, 9, 3, 64, 49152, 1e5, False, 16),
-    "quickstart": (9, 6, 128, 384, 4, 2, 32, 2048, 1e4, True, 2),
+    "quickstart": (9, 7, 128, 384, 4, 2, 32, 2048, 1e4, True, 2),
 }
 
 

@@ -113,7 +113,8 @@ def _continue(decoder: Decoder, prompts: list[list[int]], plan: Plan, bar: tqdm)
 
 def decode_all(plan: Plan, platform: Platform, *, output: Path) -> None:
     """Measure and continue, and write `output` (JSON)."""
-    torch.set_num_threads(plan.machine.num_cores)
+    # Matrices this small gain nothing from more threads, and on a busy machine threads that wait for each other lose tenfold.
+    torch.set_num_threads(1)
     prompts = heldout_prompts(plan.heldout_prefix, count=plan.prompts)
     decoders = {name: load(plan.export_directory(name), platform) for name in MODELS}
     total = len(MODELS) * (plan.timed_runs + 1 + len(prompts))

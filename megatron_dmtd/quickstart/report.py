@@ -113,7 +113,7 @@ def _commands(plan: Plan) -> str:
     )
     options = {**plan.overrides(DMTD), "cycle.variant": "causal-norefresh"}
     options |= {"checkpoint.dir": "runs/causal-norefresh/checkpoints", "logging.dir": "runs/causal-norefresh"}
-    return "\n".join(
+    lines = "\n".join(
         (
             f"python tools/convert.py inspect {export}",
             "python tools/inspect_mask.py --variant bidirectional-refresh --documents 12",
@@ -122,6 +122,7 @@ def _commands(plan: Plan) -> str:
             "  " + " ".join(f"--{name} '{value}'" for name, value in options.items()),
         )
     )
+    return lines.replace(f"{plan.root}/", "")
 
 
 def _loss_rows(plan: Plan, span: int) -> str:
