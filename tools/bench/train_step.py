@@ -3,8 +3,8 @@
     python tools/bench/train_step.py --seq-lengths 1024 4096 --threads 2
 
 Forms: Megatron's own GPTModel as an ordinary decoder (the baseline), this project's vanilla model and its four variants, and the
-Hugging Face code of this repository with autograd. A step is a forward and a backward pass over one row; the optimizer, which is
-the same for all, is left out. Forms take turns in every round, so that drift of the machine meets all of them; figures are medians.
+Hugging Face code of this repository with autograd. A step is a forward and a backward pass over one row; the optimizer, the same
+for all, is left out. Forms take turns in every round, so that drift of the machine meets all of them; figures are medians.
 
 Columns: tokens/s; ratio to GPTModel; the ratio that FLOPs alone would give (its limit) and the share of it that is reached; MFU
 against the matrix-product rate measured in this run.
