@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from megatron_dmtd.attention.joined import JoinedKeysAttention
 from megatron_dmtd.attention.protocol import StreamLayout
 from megatron_dmtd.cycle.mask import MaskMod, causal_document_mask_mod, mask_mod, shadow_attention_slots
 
@@ -25,51 +26,38 @@ def _compiled(function: Any) -> Any:
     return torch.compile(function, dynamic=False)
 
 
-class FlexAttention:
+class FlexAttention(JoinedKeysAttention):
     """See `protocol.AttentionBackend`."""
 
     def __init__(self, layout: StreamLayout, *, compiled: bool = True) -> None:
         """`compiled` false runs the reference implementations, slow and quadratic: for tests on a CPU."""
-        self.layout = layout
+        super().__init__(layout)
         self._create_block_mask = _compiled(create_block_mask) if compiled else create_block_mask
-        self._attend = _compiled(flex_attention) if compiled else flex_attention
-
-    def real(self, q_BHND: torch.Tensor, k_BGND: torch.Tensor, v_BGND: torch.Tensor) -> torch.Tensor:
-        """Causal attention inside each document."""
-        return self._attend(q_BHND, k_BGND, v_BGND, block_mask=self._real_mask, enable_gqa=True)
-
-    def shadow(
-        self,
-        q_BHND: torch.Tensor,
-        k_BGND: torch.Tensor,
-        v_BGND: torch.Tensor,
-        real_k_BGND: torch.Tensor | None,
-        real_v_BGND: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Shadow queries: by the rule of the variant."""
-        k_BGKD, v_BGKD = k_BGND, v_BGND
-        if self.layout.history == "real":
-            assert real_k_BGND is not None and real_v_BGND is not None, "Refresh reads the real stream"
-            k_BGKD, v_BGKD = torch.cat((real_k_BGND, k_BGND), dim=2), torch.cat((real_v_BGND, v_BGND), dim=2)
-        return self._attend(q_BHND, k_BGKD, v_BGKD, block_mask=self._shadow_mask, enable_gqa=True)
-
-    def _block_mask(self, visible_at: MaskMod, *, num_queries: int, num_keys: int) -> BlockMask:
-        positions = self.layout.positions_BN
-        return self._create_block_mask(
-            visible_at, B=positions.shape[0], H=None, Q_LEN=num_queries, KV_LEN=num_keys, device=str(positions.device)
-        )
+        self._flex_attention = _compiled(flex_attention) if compiled else flex_attention
 
     @cached_property
-    def _real_mask(self) -> BlockMask:
+    def real_mask(self) -> BlockMask:
+        """Causal inside each document."""
         documents_BN = self.layout.documents_BN
         slots = documents_BN.shape[1]
         return self._block_mask(causal_document_mask_mod(documents_BN), num_queries=slots, num_keys=slots)
 
     @cached_property
-    def _shadow_mask(self) -> BlockMask:
+    def shadow_mask(self) -> BlockMask:
+        """The variant's rule."""
         layout = self.layout
         queries, keys = shadow_attention_slots(layout.documents_BN, layout.positions_BN, history=layout.history)
         rule = mask_mod(
             queries, keys, cycle_length=layout.cycle_length, history=layout.history, block_attention=layout.block_attention
         )
         return self._block_mask(rule, num_queries=queries.position.shape[1], num_keys=keys.position.shape[1])
+
+    def attend(self, q_BHND: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, mask: BlockMask) -> torch.Tensor:
+        """FlexAttention over the blocks in which something is seen."""
+        return self._flex_attention(q_BHND, k_BGKD, v_BGKD, block_mask=mask, enable_gqa=True)
+
+    def _block_mask(self, visible_at: MaskMod, *, num_queries: int, num_keys: int) -> BlockMask:
+        positions = self.layout.positions_BN
+        return self._create_block_mask(
+            visible_at, B=positions.shape[0], H=None, Q_LEN=num_queries, KV_LEN=num_keys, device=str(positions.device)
+        )

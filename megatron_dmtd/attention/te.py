@@ -52,26 +52,8 @@ def require_memory(needed: int, available: int, *, slots: int) -> None:
 class TransformerEngineAttention(MaskedAttention):
     """See `protocol.AttentionBackend`. The masks are those of the masked backend."""
 
-    def real(self, q_BHND: torch.Tensor, k_BGND: torch.Tensor, v_BGND: torch.Tensor) -> torch.Tensor:
-        """Causal attention inside each document."""
-        return self._attend(q_BHND, k_BGND, v_BGND, self._real_mask)
-
-    def shadow(
-        self,
-        q_BHND: torch.Tensor,
-        k_BGND: torch.Tensor,
-        v_BGND: torch.Tensor,
-        real_k_BGND: torch.Tensor | None,
-        real_v_BGND: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Shadow queries: by the rule of the variant."""
-        if self.layout.history == "shadow":
-            return self._attend(q_BHND, k_BGND, v_BGND, self._shadow_mask)
-        assert real_k_BGND is not None and real_v_BGND is not None, "Refresh reads the real stream"
-        keys, values = torch.cat((real_k_BGND, k_BGND), dim=2), torch.cat((real_v_BGND, v_BGND), dim=2)
-        return self._attend(q_BHND, keys, values, self._shadow_mask)
-
-    def _attend(self, q_BHND: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, mask_B1NK: torch.Tensor) -> torch.Tensor:
+    def attend(self, q_BHND: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Transformer Engine's attention with an arbitrary mask."""
         from transformer_engine.pytorch import DotProductAttention
 
         rows, heads, slots, width = q_BHND.shape
@@ -87,5 +69,5 @@ class TransformerEngineAttention(MaskedAttention):
         )
         q_BNHD, k_BKGD, v_BKGD = (x.transpose(1, 2).contiguous() for x in (q_BHND, k_BGKD, v_BGKD))
         # In TE's masks true means hidden.
-        out = attend(q_BNHD, k_BKGD, v_BKGD, attention_mask=~mask_B1NK, attn_mask_type="arbitrary")
+        out = attend(q_BNHD, k_BKGD, v_BKGD, attention_mask=~mask, attn_mask_type="arbitrary")
         return out.view(rows, slots, heads, width).transpose(1, 2)
