@@ -33,7 +33,7 @@ class MaskedAttention(JoinedKeysAttention):
         return self._mask(*shadow_attention_slots(layout.documents_BN, layout.positions_BN, history=layout.history))
 
     def attend(self, q_BHND: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """torch's scaled-dot-product attention."""
+        """The scaled-dot-product attention of torch."""
         return scaled_dot_product_attention(q_BHND, k_BGKD, v_BGKD, attn_mask=mask, enable_gqa=True)
 
     def _mask(self, queries: Slots, keys: Slots) -> torch.Tensor:
