@@ -6,6 +6,7 @@ Unlike every other conversion this holds the whole model in memory, since transf
 from __future__ import annotations
 
 import importlib.util
+import struct
 from pathlib import Path
 
 from megatron_dmtd.errors import CapabilityError, ConversionError
@@ -42,16 +43,30 @@ def write_as_hf_directory(file: Path, directory: Path) -> None:
             remedy=f"pip install {' '.join(missing)}",
         )
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            file.parent,
+            gguf_file=file.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    except (OSError, ValueError, KeyError, IndexError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, IndexError, RuntimeError, struct.error) as error:
         raise ConversionError(
             found=f"{file}: {type(error).__name__}: {error}",
             required="a whole GGUF file of an architecture that transformers knows",
             remedy="download it again, or import the safetensors of the same model",
         ) from error
+    # transformers makes up what it does not find, and leaves out what it does not know
+    faults = [f"{word}: {name}" for word in ("missing", "unexpected") for name in sorted(report[f"{word}_keys"])]
+    if faults:
+        raise ConversionError(
+            found=f"{file} with {len(faults)} fault(s):\n  " + "\n  ".join(faults),
+            required="each tensor of the model once",
+            remedy="download it again, or import the safetensors of the same model",
+        )
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -18,7 +18,7 @@ from tests.support.hf_models import random_hf_directory, save_tokenizer, small_m
 from tests.support.tiny import VARIANTS
 
 SCRIPT = Path(__file__).with_name("standalone_script.py")
-TRANSFORMERS_4 = ("transformers<5", "huggingface-hub<1", "tokenizers<0.23")
+TRANSFORMERS_4 = ("transformers<5", "huggingface-hub<1", "tokenizers<0.23", "datasets<5")
 
 
 def make_export(folder: Path, variant: str) -> Path:
