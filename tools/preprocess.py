@@ -1,10 +1,18 @@
-"""Turn documents into the token files that training reads.
+"""Turn documents into the token files that training reads, and look at such files.
 
-    python tools/preprocess.py --input corpus.jsonl --tokenizer tokenizer --output data/corpus
+    python tools/preprocess.py --input 'corpus/*.jsonl.zst' --tokenizer tokenizer --output data/corpus
     python tools/preprocess.py --input stdlib --tokenizer tokenizer --output data/python --heldout-fraction 0.02
+    python tools/preprocess.py --input chats.jsonl --messages-key messages --tokenizer tokenizer --output data/chats
+    python tools/preprocess.py verify data/corpus --tokenizer tokenizer
+    python tools/preprocess.py inspect data/corpus --tokenizer tokenizer --document 3
+    python tools/preprocess.py packing data/corpus --seq-length 4096
 
-The second writes data/python-train and data/python-heldout, each as .bin, .idx and .json (a manifest). Which documents are held
-out is decided by their names alone, so it is the same in every run and on every machine.
+The first writes data/corpus.bin, .idx and .json (a manifest); with a held-out fraction there are two such files, -train and
+-heldout. Which documents are held out is decided by their names alone, so it is the same in every run and on every machine.
+An interrupted run leaves data/corpus.partial/, and the same command goes on from there.
+
+Exit status: 0, all documents are in; 1, refused or failed; 2, wrong usage; 3, finished, with documents left out (--skip-bad);
+130, interrupted.
 """
 
 from __future__ import annotations
@@ -13,58 +21,143 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_dmtd.data.documents import open_source
-from megatron_dmtd.data.preprocess import PreprocessOptions, preprocess
+from megatron_dmtd.data.documents import RecordKeys
+from megatron_dmtd.data.inputs import open_inputs
+from megatron_dmtd.data.preprocess import PreprocessOptions, Result, preprocess
 from megatron_dmtd.errors import DMTDError
+
+_INPUTS = (
+    "in any number and mixture: .jsonl files (also .jsonl.gz and .jsonl.zst), .parquet files, glob patterns of these, folders of "
+    "text files, `stdlib` (this Python's own library), or hf:NAME?name=CONFIG&split=SPLIT&streaming=1 (what `datasets` loads)"
+)
+
+
+def _shard(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    try:
+        return int(index), int(count)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N") from None
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The command line of tokenising."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        help="in any number and mixture: .jsonl files, folders of text files, or `stdlib` (this Python's own library)",
-    )
-    parser.add_argument("--tokenizer", required=True, help="folder of a Hugging Face fast tokenizer")
-    parser.add_argument("--output", required=True, help="prefix of the token files")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, help=_INPUTS)
+    add("--tokenizer", required=True, help="folder of a Hugging Face fast tokenizer")
+    add("--output", required=True, help="prefix of the token files")
+    add(
         "--heldout-fraction",
         type=float,
         default=0.0,
         help="share of the documents to hold out; above 0 there are two token files, OUTPUT-train and OUTPUT-heldout",
     )
-    parser.add_argument("--mask-token-id", type=int, help="MASK id of the model (default: the tokenizer's mask token)")
-    parser.add_argument("--pattern", nargs="+", default=["**/*.txt"], help="which files of a folder (default: %(default)s)")
-    parser.add_argument("--text-key", default="text", help="key of the text in a .jsonl line (default: %(default)s)")
-    parser.add_argument("--overwrite", action="store_true", help="replace token files that exist")
-    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
+    add("--mask-token-id", type=int, help="MASK id of the model (default: the tokenizer's mask token)")
+    add("--pattern", nargs="+", default=["**/*.txt"], help="which files of a folder (default: %(default)s)")
+    add("--text-key", default="text", help="key or column of the text (default: %(default)s)")
+    add("--messages-key", help="key or column of a chat's turns: read chats, through the tokenizer's chat template")
+    add("--assistant-loss", action="store_true", help="of chats, let only what the assistant wrote carry loss")
+    add("--skip-bad", action="store_true", help="leave out and count documents that cannot be used (exit status 3)")
+    add("--dtype", choices=["auto", "uint16", "int32"], default="auto", help="type of the ids (default: the smallest)")
+    add("--encoder", choices=["gigatoken", "tokenizers"], help="library that tokenises (default: the fast one, if ids are equal)")
+    add("--workers", type=int, help="processes that tokenise (default: one per CPU)")
+    add("--shard", type=_shard, default=(0, 1), metavar="I/N", help="read the I-th of N parts, I from 0, of the inputs")
+    add("--save-seconds", type=float, default=10.0, help="time between points to go on from (default: %(default)s)")
+    add("--overwrite", action="store_true", help="replace token files that exist, discard another unfinished run")
+    add("--no-progress", action="store_true", help="no progress bar")
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status."""
+def _run(arguments: Sequence[str]) -> int:
     parsed = make_parser().parse_args(arguments)
+    keys = RecordKeys(text=parsed.text_key, messages=parsed.messages_key)
     options = PreprocessOptions(
         tokenizer_dir=parsed.tokenizer,
         output_prefix=parsed.output,
         heldout_fraction=parsed.heldout_fraction,
         mask_token_id=parsed.mask_token_id,
+        keys=keys,
+        assistant_loss=parsed.assistant_loss,
+        skip_bad=parsed.skip_bad,
+        dtype=parsed.dtype,
+        encoder=parsed.encoder,
+        num_workers=parsed.workers,
+        shard=parsed.shard,
         overwrite=parsed.overwrite,
+        save_seconds=parsed.save_seconds,
         show_progress=not parsed.no_progress,
     )
+    inputs = open_inputs(parsed.input, patterns=parsed.pattern, keys=keys)
+    return _report(preprocess(inputs, options, say=lambda message: print(message, flush=True)))
+
+
+def _report(result: Result) -> int:
+    for prefix, manifest in result.manifests.items():
+        print(f"{prefix}: {manifest.num_documents} documents, {manifest.num_tokens} tokens")
+    manifest = next(iter(result.manifests.values()))
+    if not manifest.skipped_counts:
+        return 0
+    counts = ", ".join(f"{kind}: {count}" for kind, count in manifest.skipped_counts.items())
+    total = sum(manifest.skipped_counts.values())
+    print(f"left out {total} documents ({counts}); the manifest names them", file=sys.stderr)
+    return 3
+
+
+def _verify(arguments: Sequence[str]) -> int:
+    from megatron_dmtd.data.verify import verify
+
+    parser = argparse.ArgumentParser(prog="preprocess.py verify", description="Check token files against their manifests.")
+    parser.add_argument("prefix", nargs="+")
+    parser.add_argument("--tokenizer", help="folder of the tokenizer that should have made them")
+    parsed = parser.parse_args(arguments)
+    for prefix in parsed.prefix:
+        found = verify(prefix, tokenizer_dir=parsed.tokenizer)
+        lengths = f"{found.shortest} to {found.longest} tokens each, {found.dtype}"
+        print(f"{prefix}: {found.num_documents} documents, {found.num_tokens} tokens, {lengths}: in order")
+        if found.manifest is None:
+            print(f"{prefix}: no manifest, so only the format was checked")
+    return 0
+
+
+def _inspect(arguments: Sequence[str]) -> int:
+    from megatron_dmtd.data.verify import inspect
+
+    parser = argparse.ArgumentParser(
+        prog="preprocess.py inspect",
+        description="Show documents as text: `|` where a cycle begins, [tokens] that are no target (in grey on a terminal).",
+    )
+    parser.add_argument("prefix")
+    parser.add_argument("--tokenizer", required=True, help="folder of the tokenizer that made it")
+    parser.add_argument("--document", type=int, default=0, help="the first document (default: 0)")
+    parser.add_argument("--count", type=int, default=1, help="how many (default: 1)")
+    parser.add_argument("--cycle-length", type=int, default=4, help="tokens per cycle (default: 4)")
+    parsed = parser.parse_args(arguments)
+    documents = range(parsed.document, parsed.document + parsed.count)
+    lines = inspect(
+        parsed.prefix, documents, tokenizer_dir=parsed.tokenizer, cycle_length=parsed.cycle_length, color=sys.stdout.isatty()
+    )
+    for line in lines:
+        print(line)
+    return 0
+
+
+_COMMANDS = {"verify": _verify, "inspect": _inspect}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        source = open_source(parsed.input, patterns=parsed.pattern, text_key=parsed.text_key)
-        manifests = preprocess(source, options)
+        if arguments and arguments[0] in _COMMANDS:
+            return _COMMANDS[arguments[0]](arguments[1:])
+        return _run(arguments)
     except DMTDError as error:
         print(error, file=sys.stderr)
         return 1
-    for prefix, manifest in manifests.items():
-        print(f"{prefix}: {manifest.num_documents} documents, {manifest.num_tokens} tokens, {manifest.num_empty} empty left out")
-    if source.skipped:
-        print(f"{len(source.skipped)} documents that are not UTF-8 text left out; the manifests name them")
-    return 0
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on where it stopped", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_dmtd.data.documents import check_fraction, in_split, open_source
+from megatron_dmtd.data.documents import RecordKeys, check_fraction, in_split
+from megatron_dmtd.data.inputs import open_source
 from megatron_dmtd.data.tokenizer import train_bpe
 from megatron_dmtd.errors import DMTDError
 
@@ -23,7 +24,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--input",
         nargs="+",
         required=True,
-        help="in any number and mixture: .jsonl files, folders of text files, or `stdlib` (this Python's own library)",
+        help="in any number and mixture: .jsonl (.gz, .zst) and .parquet files, glob patterns of these, folders of text files, "
+        "`stdlib` (this Python's own library), or hf:NAME?split=SPLIT (what `datasets` loads)",
     )
     parser.add_argument(
         "--vocab-size", type=int, required=True, help="ids of the tokenizer, all bytes and EOS, PAD, MASK included"
@@ -33,6 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--min-frequency", type=int, default=2, help="occurrences that a pair needs (default: %(default)s)")
     parser.add_argument("--pattern", nargs="+", default=["**/*.txt"], help="which files of a folder (default: %(default)s)")
     parser.add_argument("--text-key", default="text", help="key of the text in a .jsonl line (default: %(default)s)")
+    parser.add_argument("--skip-bad", action="store_true", help="leave out documents that cannot be used (exit status 3)")
     parser.add_argument("--overwrite", action="store_true", help="replace a tokenizer that exists")
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
     return parser
@@ -43,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = make_parser().parse_args(arguments)
     try:
         check_fraction(parsed.heldout_fraction)
-        source = open_source(parsed.input, patterns=parsed.pattern, text_key=parsed.text_key)
+        keys = RecordKeys(text=parsed.text_key)
+        source = open_source(parsed.input, patterns=parsed.pattern, keys=keys, skip_bad=parsed.skip_bad)
         size = train_bpe(
             (document.text for document in source if in_split(document.name, "train", parsed.heldout_fraction)),
             vocab_size=parsed.vocab_size,
@@ -59,7 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if size < parsed.vocab_size:
         print(f"the corpus holds too few frequent pairs for {parsed.vocab_size}")
     if source.skipped:
-        print(f"{len(source.skipped)} documents that are not UTF-8 text left out")
+        print(
+            f"left out {len(source.skipped)} documents that cannot be used, the first: {source.skipped[0].found}", file=sys.stderr
+        )
+        return 3
     return 0
 
 

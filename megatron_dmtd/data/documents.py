@@ -1,131 +1,49 @@
-"""Where raw documents come from, and which of them are held out.
+"""Documents: what a record of a source becomes, what is wrong with one that cannot be used, and which are held out.
 
-A source can be iterated any number of times and yields the same documents in the same order on every machine. It knows nothing of
-tokens. A document that is not valid text is left out by name, in `skipped`: counted, never silent. What is wrong with the source
-as a whole, such as a line of a .jsonl file that is not JSON, is a `DataError`.
+It knows nothing of files and nothing of tokens. Nothing is ever left out without a word: whatever is not a `Document` is a
+`BadDocument`, which its reader either refuses by name or counts.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import sysconfig
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 from megatron_dmtd.errors import DataError
 
 Split = Literal["all", "train", "heldout"]
-
-#: the name of the source that any machine with Python has
-STDLIB = "stdlib"
+Messages = list[dict[str, Any]]
+#: why a document cannot be used; what `--skip-bad` counts
+BadKind = Literal["not JSON", "no such key", "not a string", "not UTF-8", "empty", "damaged file", "no chat", "control token"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """One text and its name, which decides its split."""
+    """One text or one chat, and its name, which decides its split."""
 
     name: str
-    text: str
+    text: str = ""
+    """The text; empty for a chat."""
+    messages: Messages | None = None
+    """The turns of a chat, each with a `role`; None for a text."""
 
 
-class DocumentSource(Protocol):
-    """Documents in a fixed order."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadDocument:
+    """A place of the source that holds no usable document, and why."""
 
-    description: str
-    """The source in words, for the manifest."""
+    name: str
+    kind: BadKind
+    found: str
+    """Where it is (file and line), and what is there."""
+    required: str
 
-    @property
-    def skipped(self) -> list[str]:
-        """Names of the documents that the last pass left out, because they are not text."""
-        ...
-
-    def __iter__(self) -> Iterator[Document]:
-        """A pass over all documents."""
-        ...
-
-
-class FileDocuments:
-    """Text files under one folder, one document each, named by their path from the folder."""
-
-    def __init__(self, root: Path, paths: Sequence[Path], *, description: str) -> None:
-        self.description = description
-        self.skipped: list[str] = []
-        self._paths = sorted((path.relative_to(root).as_posix(), path) for path in paths)
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all files in order, those that are not text included."""
-        return [name for name, _ in self._paths]
-
-    def __iter__(self) -> Iterator[Document]:
-        """Read each file in turn, as UTF-8 and with its line ends untouched."""
-        self.skipped = []
-        for name, path in self._paths:
-            try:
-                text = path.read_bytes().decode("utf-8")
-            except UnicodeDecodeError:
-                self.skipped.append(name)
-                continue
-            yield Document(name=name, text=text)
-
-
-class JsonlDocuments:
-    """Lines of .jsonl files: one JSON object each, with the text under one key. Named `file:line`, counted from 1."""
-
-    def __init__(self, paths: Sequence[Path], *, text_key: str) -> None:
-        self.description = f"key {text_key!r} of " + ", ".join(path.name for path in paths)
-        self.skipped: list[str] = []
-        self._paths = list(paths)
-        self._text_key = text_key
-
-    def __iter__(self) -> Iterator[Document]:
-        """Read each line in turn. Raises `DataError` at a line that is no object with the text."""
-        self.skipped = []
-        for path in self._paths:
-            with path.open("rb") as stream:
-                for number, line in enumerate(stream, start=1):
-                    if not line.strip():
-                        continue
-                    name = f"{path.name}:{number}"
-                    text = self._text(line, where=f"line {number} of {path}")
-                    if is_text(text):
-                        yield Document(name=name, text=text)
-                    else:
-                        self.skipped.append(name)
-
-    def _text(self, line: bytes, *, where: str) -> str:
-        remedy = "correct the line, or name another key with --text-key"
-        required = f"one JSON object per line, with a string under {self._text_key!r}"
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise DataError(found=f"{where}: {error}", required=required, remedy=remedy) from error
-        text = record.get(self._text_key) if isinstance(record, dict) else None
-        if not isinstance(text, str):
-            found = f"an object with the keys {sorted(record)}" if isinstance(record, dict) else type(record).__name__
-            raise DataError(found=f"{where}: {found}", required=required, remedy=remedy)
-        return text
-
-
-class ChainedDocuments:
-    """Several sources, one after the other."""
-
-    def __init__(self, sources: Sequence[DocumentSource]) -> None:
-        self.description = "; ".join(source.description for source in sources)
-        self._sources = list(sources)
-
-    @property
-    def skipped(self) -> list[str]:
-        """Names of the documents that the last pass left out, because they are not text."""
-        return [name for source in self._sources for name in source.skipped]
-
-    def __iter__(self) -> Iterator[Document]:
-        """All documents of the first source, then of the second, and so on."""
-        for source in self._sources:
-            yield from source
+    def error(self) -> DataError:
+        """What a strict reader raises."""
+        remedy = "correct it, name another key (--text-key, --messages-key), or leave such documents out with --skip-bad"
+        return DataError(found=self.found, required=self.required, remedy=remedy)
 
 
 def is_text(text: str) -> bool:
@@ -137,53 +55,82 @@ def is_text(text: str) -> bool:
     return True
 
 
-def folder_documents(folder: Path, *, patterns: Sequence[str]) -> FileDocuments:
-    """The files of `folder` that match a glob pattern. Raises `DataError` if there is none."""
-    paths = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
-    if not paths:
-        raise DataError(
-            found=f"no file in {folder} that matches {' or '.join(patterns)}",
-            required="at least one text file",
-            remedy="check the folder and --pattern (**/*.txt also searches its subfolders)",
-        )
-    return FileDocuments(folder, list(paths), description=f"{' and '.join(patterns)} in {folder.name}")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordKeys:
+    """Which field of a record holds its text, or its chat."""
+
+    text: str = "text"
+    messages: str | None = None
+    """The key of a list of turns. None: records hold a text."""
+
+    @property
+    def description(self) -> str:
+        """The key in words."""
+        return f"key {self.key!r}"
+
+    @property
+    def key(self) -> str:
+        """The key that is read."""
+        return self.text if self.messages is None else self.messages
+
+    @property
+    def required(self) -> str:
+        """What a record must hold."""
+        if self.messages is None:
+            return f"one JSON object per line, with a string under {self.text!r}"
+        return f"one JSON object per line, with a list of turns, each with a role, under {self.messages!r}"
+
+    def parse(self, line: bytes, *, name: str, where: str) -> Document | BadDocument:
+        """The document of one line of a .jsonl file."""
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            return BadDocument(name=name, kind="not UTF-8", found=f"{where}: {error}", required="UTF-8")
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            return BadDocument(name=name, kind="not JSON", found=f"{where}: {error}", required=self.required)
+        if not isinstance(record, dict):
+            found = f"{where}: {type(record).__name__}"
+            return BadDocument(name=name, kind="not JSON", found=found, required=self.required)
+        return self.document(record, name=name, where=where)
+
+    def document(self, record: dict[str, Any], *, name: str, where: str) -> Document | BadDocument:
+        """The document of one record."""
+        if self.key not in record:
+            found = f"{where}: an object with the keys {sorted(record)}"
+            return BadDocument(name=name, kind="no such key", found=found, required=self.required)
+        value = record[self.key]
+        if self.messages is not None:
+            return self._chat(value, name=name, where=where)
+        if not isinstance(value, str):
+            found = f"{where}: {type(value).__name__} in an object with the keys {sorted(record)}"
+            return BadDocument(name=name, kind="not a string", found=found, required=self.required)
+        return text_document(value, name=name, where=where)
+
+    def _chat(self, value: Any, *, name: str, where: str) -> Document | BadDocument:
+        turns = isinstance(value, list) and all(isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in value)
+        if not turns:
+            found = f"{where}: {json.dumps(value, default=str)[:80]}"
+            return BadDocument(name=name, kind="no chat", found=found, required=self.required)
+        if not value:
+            return BadDocument(name=name, kind="empty", found=f"{where}: an empty chat", required=self.required)
+        if not is_text(json.dumps(value, ensure_ascii=False, default=str)):
+            return _surrogate(name, where)
+        return Document(name=name, messages=value)
 
 
-def stdlib_documents() -> FileDocuments:
-    """The .py files of the standard library of the Python that runs this: real text on any machine, about 30 MB."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    installed = {"site-packages", "dist-packages"}
-    paths = [path for path in root.rglob("*.py") if path.is_file() and installed.isdisjoint(path.relative_to(root).parts)]
-    version = sysconfig.get_python_version()
-    return FileDocuments(root, paths, description=f"standard library of Python {version}")
+def text_document(text: str, *, name: str, where: str) -> Document | BadDocument:
+    """A text that is not empty and can be written."""
+    if not text:
+        return BadDocument(name=name, kind="empty", found=f"{where}: an empty document", required="documents with text")
+    if not is_text(text):
+        return _surrogate(name, where)
+    return Document(name=name, text=text)
 
 
-def open_source(inputs: Sequence[str], *, patterns: Sequence[str] = ("**/*.txt",), text_key: str = "text") -> DocumentSource:
-    """The documents of all `inputs`, in order: `stdlib`, a folder (its files that match `patterns`), or a .jsonl file.
-
-    Raises `DataError` for an input that is none of these or holds nothing.
-    """
-    if not inputs:
-        raise DataError(found="no input", required=f"{STDLIB}, a folder or a .jsonl file", remedy="name one")
-    sources = [_open_one(name, patterns=patterns, text_key=text_key) for name in inputs]
-    return sources[0] if len(sources) == 1 else ChainedDocuments(sources)
-
-
-def _open_one(name: str, *, patterns: Sequence[str], text_key: str) -> DocumentSource:
-    path = Path(name)
-    if name == STDLIB:
-        return stdlib_documents()
-    if path.is_dir():
-        return folder_documents(path, patterns=patterns)
-    if path.is_file() and path.suffix == ".jsonl":
-        if path.stat().st_size == 0:
-            raise DataError(found=f"{path} is empty", required="at least one line", remedy="check how it was made")
-        return JsonlDocuments([path], text_key=text_key)
-    raise DataError(
-        found=f"the file {name}" if path.exists() else f"no file or folder {name}",
-        required=f"{STDLIB}, a folder of text files or a .jsonl file",
-        remedy="correct the path, or put the texts into such a file",
-    )
+def _surrogate(name: str, where: str) -> BadDocument:
+    return BadDocument(name=name, kind="not UTF-8", found=f"{where}: half a surrogate pair", required="text that UTF-8 can hold")
 
 
 def check_fraction(heldout_fraction: float) -> None:

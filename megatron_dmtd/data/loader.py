@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megatron_dmtd.data.batch import Batch
-from megatron_dmtd.data.dataset import PackedDataset, Row
+from megatron_dmtd.data.dataset import Row, RowSource
 
 
 def collate(rows: Sequence[Row]) -> Batch:
@@ -30,7 +30,7 @@ def collate(rows: Sequence[Row]) -> Batch:
 
 
 def batches(
-    dataset: PackedDataset,
+    dataset: RowSource,
     *,
     first_row: int,
     global_batch_size: int,

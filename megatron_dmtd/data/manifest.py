@@ -22,10 +22,10 @@ class Manifest:
     """Documents in the file."""
     num_tokens: int
     """Tokens in the file, each document's EOS included."""
-    num_empty: int
-    """Documents of the source that held no text, and were left out."""
+    skipped_counts: dict[str, int] = field(default_factory=dict)
+    """Documents of the whole source that were left out (`--skip-bad`), by what is wrong with them."""
     skipped: list[str] = field(default_factory=list)
-    """Names of the documents of the whole source that are not text and were left out."""
+    """Names of the first of these."""
     dtype: str
     """NumPy type of one token."""
     max_token_id: int
@@ -33,7 +33,7 @@ class Manifest:
     vocab_size: int
     """Ids of the tokenizer: the highest one plus 1."""
     eos_token_id: int
-    """Appended to each document, and nowhere else in the file."""
+    """Appended to each text, and nowhere else in the file. A chat holds it where its template writes it."""
     pad_token_id: int
     """Id for padding. Not in the file, unless it is EOS."""
     mask_token_id: int
@@ -46,11 +46,24 @@ class Manifest:
     """`all`, `train` or `heldout`."""
     heldout_fraction: float
     """Share of the source's documents in the held-out split."""
+    shard: str = "0/1"
+    """`i/n`: the i-th of n parts of the source, which other runs share."""
+    loss: str = "all"
+    """`all`: every token is a target. `assistant`: those that the token file `PREFIX.loss` marks, a byte, 1 or 0, per token."""
+    bin_sha256: str = ""
+    """Digest of the .bin file."""
+    sources: list[dict[str, Any]] = field(default_factory=list)
+    """Each input that was read: its `name`, `num_bytes` and `sha256`, as `sha256sum` gives it for a file."""
 
 
 def manifest_path(prefix: str) -> Path:
     """Where the manifest of the token file `prefix` lies."""
     return Path(prefix + ".json")
+
+
+def loss_prefix(prefix: str) -> str:
+    """The token file of the loss marks of `prefix`, where its manifest says that there is one."""
+    return prefix + ".loss"
 
 
 def dump_manifest(manifest: Manifest) -> str:

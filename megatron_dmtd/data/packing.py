@@ -1,24 +1,32 @@
-"""Concatenate-and-cut packing as index arithmetic: which tokens of which document fill each row of an epoch.
+"""Packing as index arithmetic: which tokens of which document fill each row of an epoch.
 
 A document of n tokens gives n - 1 inputs t_0 .. t_{n-2} with the targets t_1 .. t_{n-1}, and takes as many slots as complete
-the last cycle of its inputs. The slots of all documents, in the order of the epoch, form one stream that is cut every
-`seq_length` slots. Rows are whole cycles, so a cut falls between two cycles, and every slot has the same phase in every row
-(specification, section 1.4). A piece behind a cut starts again at position 0. The end of the last row is a document of padding.
+the last cycle of its inputs. Rows are whole cycles, and so are all pieces, so that every slot has the same phase in every row
+(specification, section 1.4). A piece behind a cut starts again at position 0.
 
-This module knows lengths only: no token, no file, no torch.
+- `concatenate`: the slots of all documents, in the order of the epoch, form one stream that is cut every `seq_length` slots. The
+  end of the last row is a document of padding.
+- `best-fit`: a document is cut only if it is longer than a row, into whole rows and a rest. Rests and shorter documents, the
+  largest first, each go into the row with the least room that still holds them. What room remains is padding.
 
-Shape legend: D documents, K documents kept (those with a target).
+This module knows lengths only: no token, no file, no torch. A plan is a few arrays, which may lie in memory or on disk.
+
+Shape legend: D documents, K documents kept (those with a target), P pieces, R rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_dmtd.cycle import complete_length
+
+Array = npt.NDArray[np.integer]
+Packing = Literal["concatenate", "best-fit"]
 
 #: `Piece.document` of slots that belong to no document
 PADDING = -1
@@ -54,8 +62,26 @@ def epoch_order(num_documents: int, *, shuffle_seed: int | None, epoch: int) -> 
     return np.argsort(words, kind="stable").astype(np.int64, copy=False)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanCounts:
+    """What an epoch holds. It does not depend on the order of its documents, but for `num_cut` of concatenated ones."""
+
+    num_rows: int
+    """Rows of the epoch."""
+    num_slots: int
+    """Slots of all documents, with the padding that completes their last cycles, without what fills rows."""
+    num_targets: int
+    """Slots that carry loss."""
+    num_kept: int
+    """Documents with a target."""
+    num_skipped: int
+    """Documents left out, because they have no target."""
+    num_cut: int
+    """Documents that lie in more than one row."""
+
+
 class EpochPlan:
-    """The rows of one epoch. Every target of the corpus lies in exactly one of them."""
+    """The rows of one epoch, concatenated. Every target of the corpus lies in exactly one of them."""
 
     def __init__(
         self,
@@ -70,49 +96,230 @@ class EpochPlan:
         `seq_length` is the number of slots per row, a multiple of `cycle_length`. Documents of fewer than 2 tokens have no
         target; they are left out and counted in `num_skipped`.
         """
-        assert seq_length > 0 and complete_length(seq_length, cycle_length) == seq_length, (seq_length, cycle_length)
-        order_D = np.asarray(order, dtype=np.int64)
-        num_inputs_D = np.asarray(document_lengths, dtype=np.int64)[order_D] - 1
-        kept_D = num_inputs_D > 0
-        self._documents_K = order_D[kept_D]
-        self._num_inputs_K = num_inputs_D[kept_D]
-        self._slot_ends_K = np.cumsum(complete_length(self._num_inputs_K, cycle_length), dtype=np.int64)
-        self.seq_length = seq_length
-        self.num_skipped = int(order_D.size - self._documents_K.size)
-        """Documents left out, because they have no target."""
-        self.num_targets = int(self._num_inputs_K.sum())
-        """Slots of the epoch that carry loss."""
+        documents_K, num_inputs_K, num_skipped = _keep(document_lengths, order, seq_length=seq_length, cycle_length=cycle_length)
+        slot_ends_K = np.cumsum(complete_length(num_inputs_K, cycle_length), dtype=np.int64)
+        num_slots = int(slot_ends_K[-1]) if slot_ends_K.size else 0
+        begins_K = np.concatenate((np.zeros(1, np.int64), slot_ends_K[:-1]))[: slot_ends_K.size]
+        counts = PlanCounts(
+            num_rows=-(-num_slots // seq_length),
+            num_slots=num_slots,
+            num_targets=int(num_inputs_K.sum()),
+            num_kept=documents_K.size,
+            num_skipped=num_skipped,
+            num_cut=int((begins_K // seq_length != (slot_ends_K - 1) // seq_length).sum()),
+        )
+        arrays = {"documents": documents_K, "num_inputs": num_inputs_K, "slot_ends": slot_ends_K}
+        self._set(arrays, counts, seq_length=seq_length, cycle_length=cycle_length)
 
-    @property
-    def num_slots(self) -> int:
-        """Slots of all documents, without the padding at the end of the last row."""
-        return int(self._slot_ends_K[-1]) if self._slot_ends_K.size else 0
+    @classmethod
+    def restore(cls, arrays: Mapping[str, Array], counts: PlanCounts, *, seq_length: int, cycle_length: int) -> Self:
+        """A plan from its `arrays` and `counts`, as they were."""
+        plan = cls.__new__(cls)
+        plan._set(arrays, counts, seq_length=seq_length, cycle_length=cycle_length)
+        return plan
+
+    def _set(self, arrays: Mapping[str, Array], counts: PlanCounts, *, seq_length: int, cycle_length: int) -> None:
+        self.arrays = arrays
+        """All there is to keep of a plan, but for its counts."""
+        self.counts = counts
+        self.seq_length = seq_length
+        self.cycle_length = cycle_length
 
     @property
     def num_rows(self) -> int:
         """Rows of the epoch. It does not depend on the order of the documents."""
-        return -(-self.num_slots // self.seq_length)
+        return self.counts.num_rows
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all documents, without what fills rows."""
+        return self.counts.num_slots
+
+    @property
+    def num_targets(self) -> int:
+        """Slots of the epoch that carry loss."""
+        return self.counts.num_targets
+
+    @property
+    def num_skipped(self) -> int:
+        """Documents left out, because they have no target."""
+        return self.counts.num_skipped
 
     def row(self, index: int) -> list[Piece]:
         """The pieces of row `index`, in order; their slots add up to `seq_length`."""
         assert 0 <= index < self.num_rows, (index, self.num_rows)
+        slot_ends_K = self.arrays["slot_ends"]
         begin, end = index * self.seq_length, (index + 1) * self.seq_length
         pieces = []
         at = begin
-        nth = int(np.searchsorted(self._slot_ends_K, begin, side="right"))
-        while at < end and nth < self._documents_K.size:
+        nth = int(np.searchsorted(slot_ends_K, begin, side="right"))
+        while at < end and nth < slot_ends_K.size:
             piece = self._piece(nth, at, end)
             pieces.append(piece)
             at += piece.num_slots
             nth += 1
-        if at < end:
-            pieces.append(Piece(document=PADDING, start=0, num_inputs=0, num_slots=end - at))
-        return pieces
+        return pieces + _padding(end - at)
 
     def _piece(self, nth: int, at: int, end: int) -> Piece:
         """What the `nth` document kept puts into the slots from `at` to `end` of the stream."""
-        document_begin = int(self._slot_ends_K[nth - 1]) if nth else 0
+        slot_ends_K = self.arrays["slot_ends"]
+        document_begin = int(slot_ends_K[nth - 1]) if nth else 0
         start = at - document_begin
-        num_slots = min(int(self._slot_ends_K[nth]), end) - at
-        num_inputs = min(int(self._num_inputs_K[nth]) - start, num_slots)
-        return Piece(document=int(self._documents_K[nth]), start=start, num_inputs=num_inputs, num_slots=num_slots)
+        num_slots = min(int(slot_ends_K[nth]), end) - at
+        num_inputs = min(int(self.arrays["num_inputs"][nth]) - start, num_slots)
+        return Piece(document=int(self.arrays["documents"][nth]), start=start, num_inputs=num_inputs, num_slots=num_slots)
+
+
+class BestFitPlan(EpochPlan):
+    """The rows of one epoch, packed by best fit. Every target of the corpus lies in exactly one of them."""
+
+    def __init__(
+        self,
+        document_lengths: Sequence[int] | npt.NDArray[np.integer],
+        order: Sequence[int] | npt.NDArray[np.integer],
+        *,
+        seq_length: int,
+        cycle_length: int,
+        row_order: Callable[[int], Array] | None = None,
+    ) -> None:
+        """Plan the documents `order`, as `EpochPlan` does; among documents of one length, those early in `order` go first.
+
+        `row_order(num_rows)` is the order of the rows, a permutation. None: by the place in `order` of their first document.
+        """
+        documents_K, num_inputs_K, num_skipped = _keep(document_lengths, order, seq_length=seq_length, cycle_length=cycle_length)
+        rest_K = np.arange(documents_K.size)[num_inputs_K % seq_length > 0]
+        rest_K = rest_K[np.argsort(-complete_length(num_inputs_K[rest_K] % seq_length, cycle_length), kind="stable")]
+        rest_inputs = num_inputs_K[rest_K] % seq_length
+        rows_of_rests, num_bins = _best_fit(
+            complete_length(rest_inputs, cycle_length) // cycle_length, seq_length // cycle_length
+        )
+        # the whole rows of long documents come behind the shared ones
+        whole_K = num_inputs_K // seq_length
+        owner_of_whole = np.repeat(np.arange(documents_K.size), whole_K)
+        nth_of_whole = np.arange(owner_of_whole.size) - np.repeat(np.cumsum(whole_K) - whole_K, whole_K)
+        place_P = np.concatenate((rest_K, owner_of_whole))
+        starts_P = np.concatenate((num_inputs_K[rest_K] - rest_inputs, nth_of_whole * seq_length))
+        inputs_P = np.concatenate((rest_inputs, np.full(owner_of_whole.size, seq_length, dtype=np.int64)))
+        rows_P = np.concatenate((rows_of_rests, num_bins + np.arange(owner_of_whole.size)))
+        num_rows = num_bins + owner_of_whole.size
+        rank_R = np.empty(num_rows, dtype=np.int64)
+        rank_R[_row_order(rows_P, place_P, starts_P, num_rows) if row_order is None else row_order(num_rows)] = np.arange(
+            num_rows
+        )
+        sorted_P = np.argsort(rank_R[rows_P], kind="stable")
+        arrays = {
+            "documents": documents_K[place_P[sorted_P]],
+            "starts": starts_P[sorted_P],
+            "num_inputs": inputs_P[sorted_P],
+            "row_ends": np.cumsum(np.bincount(rank_R[rows_P], minlength=num_rows), dtype=np.int64),
+        }
+        counts = PlanCounts(
+            num_rows=num_rows,
+            num_slots=int(complete_length(inputs_P, cycle_length).sum()),
+            num_targets=int(num_inputs_K.sum()),
+            num_kept=documents_K.size,
+            num_skipped=num_skipped,
+            num_cut=int((num_inputs_K > seq_length).sum()),
+        )
+        self._set(arrays, counts, seq_length=seq_length, cycle_length=cycle_length)
+
+    def row(self, index: int) -> list[Piece]:
+        """The pieces of row `index`, in order; their slots add up to `seq_length`."""
+        assert 0 <= index < self.num_rows, (index, self.num_rows)
+        begin = int(self.arrays["row_ends"][index - 1]) if index else 0
+        pieces = []
+        for nth in range(begin, int(self.arrays["row_ends"][index])):
+            num_inputs = int(self.arrays["num_inputs"][nth])
+            pieces.append(
+                Piece(
+                    document=int(self.arrays["documents"][nth]),
+                    start=int(self.arrays["starts"][nth]),
+                    num_inputs=num_inputs,
+                    num_slots=complete_length(num_inputs, self.cycle_length),
+                )
+            )
+        return pieces + _padding(self.seq_length - sum(piece.num_slots for piece in pieces))
+
+
+def _padding(num_slots: int) -> list[Piece]:
+    return [Piece(document=PADDING, start=0, num_inputs=0, num_slots=num_slots)] if num_slots else []
+
+
+def _keep(
+    document_lengths: Sequence[int] | Array, order: Sequence[int] | Array, *, seq_length: int, cycle_length: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
+    """The documents with a target in their order, their inputs, and how many have none."""
+    assert seq_length > 0 and complete_length(seq_length, cycle_length) == seq_length, (seq_length, cycle_length)
+    order_D = np.asarray(order, dtype=np.int64)
+    num_inputs_D = np.asarray(document_lengths, dtype=np.int64)[order_D] - 1
+    kept_D = num_inputs_D > 0
+    return order_D[kept_D], num_inputs_D[kept_D], int(order_D.size - kept_D.sum())
+
+
+def _row_order(rows_P: Array, place_P: Array, starts_P: Array, num_rows: int) -> Array:
+    """Rows by the place of the piece that opened them, then by where that piece starts."""
+    opened_R = np.zeros(num_rows, dtype=np.int64)
+    opened_R[rows_P[::-1]] = np.arange(rows_P.size)[::-1]  # the first piece of each row wins
+    return np.lexsort((starts_P[opened_R], place_P[opened_R]))
+
+
+def _best_fit(sizes_P: Array, capacity: int) -> tuple[npt.NDArray[np.int64], int]:
+    """A bin for each of the pieces, whose sizes fall, and the number of bins. Each goes where least room remains.
+
+    Pieces of one size, and bins with one room, are handled together, so that the work grows with the square of `capacity` at
+    most and not with the number of pieces times it: a bin with room r takes r // size pieces in a row, because after each of
+    them it is still the fullest that can take another.
+    """
+    bins_P = np.empty(sizes_P.size, dtype=np.int64)
+    bins_by_room: list[list[Array]] = [[] for _ in range(capacity + 1)]
+    has_bins = np.zeros(capacity + 1, dtype=bool)
+    num_bins, at = 0, 0
+    num_of_size = np.bincount(sizes_P, minlength=capacity + 1)
+    for size in range(capacity, 0, -1):
+        end = at + int(num_of_size[size])
+        for room in (size + np.flatnonzero(has_bins[size:])).tolist():
+            if at == end:
+                break
+            bins = np.concatenate(bins_by_room[room])
+            at, left, used = _fill(bins_P, at, end, bins, room, size)
+            bins_by_room[room] = [left] if left.size else []
+            has_bins[room] = bool(left.size)
+            _put_back(bins_by_room, has_bins, used)
+        if at < end:
+            needed = -(-(end - at) // (capacity // size))
+            at, _, used = _fill(bins_P, at, end, np.arange(num_bins, num_bins + needed), capacity, size)
+            num_bins += needed
+            _put_back(bins_by_room, has_bins, used)
+        assert at == end, (at, end)
+    return bins_P, num_bins
+
+
+def _fill(
+    bins_P: npt.NDArray[np.int64], at: int, end: int, bins: Array, room: int, size: int
+) -> tuple[int, Array, list[tuple[int, Array]]]:
+    """Put the pieces `at` to `end` of one size into `bins` of one room: where that ended, bins left, and (room, bins) changed."""
+    per_bin = room // size
+    used = bins[: -(-(end - at) // per_bin)]
+    placed = min(end - at, per_bin * used.size)
+    bins_P[at : at + placed] = np.repeat(used, per_bin)[:placed]
+    in_last = placed - per_bin * (used.size - 1)
+    return at + placed, bins[used.size :], [(room - per_bin * size, used[:-1]), (room - in_last * size, used[-1:])]
+
+
+def _put_back(bins_by_room: list[list[Array]], has_bins: npt.NDArray[np.bool_], used: list[tuple[int, Array]]) -> None:
+    for room, bins in used:
+        if room and bins.size:
+            bins_by_room[room].append(bins)
+            has_bins[room] = True
+
+
+def packing_report(counts: PlanCounts, *, seq_length: int) -> str:
+    """The counts in words: rows, share of padding, share of documents cut."""
+    slots = max(counts.num_rows * seq_length, 1)
+    padding = 100 * (slots - counts.num_targets) / slots
+    cut = 100 * counts.num_cut / max(counts.num_kept, 1)
+    skipped = f", {counts.num_skipped} without a target left out" if counts.num_skipped else ""
+    return (
+        f"{counts.num_kept} documents in {counts.num_rows} rows of {seq_length}, {counts.num_targets} targets; "
+        f"{padding:.2f} % of the slots are padding, {cut:.2f} % of the documents are cut{skipped}"
+    )

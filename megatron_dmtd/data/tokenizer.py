@@ -6,6 +6,7 @@ they became the control ids, a document would end in its middle, or hold MASK, w
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -64,6 +65,11 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def tokenizer_sha256(directory: str | Path) -> str:
+    """Digest of the folder's `tokenizer.json`, by which a corpus knows what made it."""
+    return hashlib.sha256((Path(directory) / "tokenizer.json").read_bytes()).hexdigest()
+
+
 def control_ids(tokenizer: PreTrainedTokenizerFast, *, mask_token_id: int | None = None) -> ControlIds:
     """The control ids of a tokenizer. PAD is EOS if it has none of its own; `mask_token_id` overrides its MASK.
 
@@ -83,39 +89,60 @@ def control_ids(tokenizer: PreTrainedTokenizerFast, *, mask_token_id: int | None
     return ControlIds(eos=tokenizer.eos_token_id, pad=pad, mask=mask)
 
 
+def encoder_json(tokenizer: PreTrainedTokenizerFast, control: ControlIds, *, chats: bool) -> str:
+    """The tokenizer as `tokenizers` reads it, without the length limits that a tokenizer.json may carry.
+
+    For texts the control tokens are marked special, because special tokens can be told to stay text: Qwen3's MASK
+    <|fim_middle|> is an added token that is not marked. For `chats` the tokens of the template must be read: nothing changes.
+    """
+    from tokenizers import AddedToken, Tokenizer
+
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # a copy
+    backend.no_truncation()
+    backend.no_padding()
+    if not chats:
+        added = backend.get_added_tokens_decoder()
+        contents = [added[token_id].content for token_id in (control.eos, control.pad, control.mask) if token_id in added]
+        backend.add_special_tokens([AddedToken(content, special=True, normalized=False) for content in contents])
+    return backend.to_str()
+
+
+def vocabulary_size(tokenizer_json: str, control: ControlIds) -> int:
+    """The highest id that may be written, plus 1."""
+    model = json.loads(tokenizer_json)
+    vocabulary = model["model"].get("vocab", {})
+    if isinstance(vocabulary, list):  # unigram models: pairs of token and score, numbered by place
+        highest = len(vocabulary) - 1
+    else:
+        highest = max(vocabulary.values(), default=0)
+    return max(highest, control.eos, *(token["id"] for token in model["added_tokens"])) + 1
+
+
 class TextEncoder:
-    """Text to ids, in which no control id ever occurs and nothing is added or cut off."""
+    """Text to ids by the `tokenizers` library: what all other encoders must equal. Nothing is added or cut off."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, control: ControlIds) -> None:
-        """Work on a copy: `tokenizer` itself goes on reading control tokens, as chat templates need."""
-        from tokenizers import AddedToken, Tokenizer
+    def __init__(self, tokenizer_json: str, *, chats: bool = False) -> None:
+        """`tokenizer_json` comes from `encoder_json`. Unless for `chats`, tokens marked special stay ordinary characters."""
+        from tokenizers import Tokenizer
 
-        self._control = np.array([control.eos, control.pad, control.mask])
-        self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        self._backend.no_truncation()  # a tokenizer.json may carry a length limit
-        self._backend.no_padding()
-        # Tokens marked special are left to the model as ordinary characters by this switch. Qwen3's MASK <|fim_middle|> is an
-        # added token that is not marked, so the control tokens are marked first.
-        self._backend.encode_special_tokens = True
-        added = self._backend.get_added_tokens_decoder()
-        contents = [added[token_id].content for token_id in self._control.tolist() if token_id in added]
-        self._backend.add_special_tokens([AddedToken(content, special=True, normalized=False) for content in contents])
-        self.vocab_size: int = max(*self._backend.get_vocab(with_added_tokens=True).values(), control.eos) + 1
-        """The highest id that may come out, plus 1."""
+        self._backend = Tokenizer.from_str(tokenizer_json)
+        self._backend.encode_special_tokens = not chats
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
-        """The ids of each text, without EOS. Raises `DataError` if a control id comes out all the same."""
+        """The ids of each text, without EOS."""
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        batch = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
-        for ids, text in zip(batch, texts):
-            found = np.flatnonzero(np.isin(ids, self._control))
-            if found.size:
-                raise DataError(
-                    found=f"the control id {ids[found[0]]} from the text {text[:60]!r}",
-                    required="control ids that no text can spell",
-                    remedy="choose another token for EOS, PAD or MASK: this one is an ordinary word of the vocabulary",
-                )
-        return batch
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """The ids of all texts one after the other, and the number of ids of each."""
+        batch = self.encode_batch(texts)
+        return np.concatenate([np.empty(0, np.int32), *batch]), np.array([ids.size for ids in batch], dtype=np.int64)
+
+    def encode_with_starts(self, text: str) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """The ids of a text, and the first character of each."""
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        starts = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
+        return np.array(encoding.ids, dtype=np.int32), starts
 
 
 def train_bpe(

@@ -126,7 +126,7 @@ def test_what_the_sample_missed_is_refused_when_its_row_is_read(write_tokens):
 
 
 def manifest(**changes):
-    values = dict.fromkeys(("num_empty", "vocab_size", "eos_token_id", "pad_token_id", "mask_token_id"), 0)
+    values = dict.fromkeys(("vocab_size", "eos_token_id", "pad_token_id", "mask_token_id"), 0)
     values |= dict.fromkeys(("dtype", "tokenizer_sha256", "source", "split"), "")
     return values | {"num_documents": 2, "num_tokens": 4, "max_token_id": 4, "heldout_fraction": 0.0} | changes
 

@@ -8,7 +8,7 @@ from megatron_dmtd.errors import DataError
 MANIFEST = Manifest(
     num_documents=2,
     num_tokens=9,
-    num_empty=1,
+    skipped_counts={"not UTF-8": 1},
     skipped=["é.py"],
     dtype="uint16",
     max_token_id=8,
@@ -20,6 +20,10 @@ MANIFEST = Manifest(
     source="a folder",
     split="train",
     heldout_fraction=0.1,
+    shard="1/2",
+    loss="assistant",
+    bin_sha256="cd",
+    sources=[{"name": "a", "num_bytes": 3, "sha256": "ef"}],
 )
 
 

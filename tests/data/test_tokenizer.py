@@ -5,7 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dmtd.data.tokenizer import ControlIds, TextEncoder, control_ids, load_tokenizer, train_bpe
+from megatron_dmtd.data.tokenizer import (
+    ControlIds,
+    TextEncoder,
+    control_ids,
+    encoder_json,
+    load_tokenizer,
+    tokenizer_sha256,
+    train_bpe,
+    vocabulary_size,
+)
 from megatron_dmtd.errors import DataError
 
 TEXTS = ["the cat sat on the mat\n", "def f(x):\n    return the_cat(x)\n", "the mask is <|mask|>, the end is <|endoftext|>"] * 5
@@ -24,9 +33,13 @@ def tokenizer(directory):
     return load_tokenizer(directory)
 
 
+def encoder_of(tokenizer, control=None, *, chats=False):
+    return TextEncoder(encoder_json(tokenizer, control or control_ids(tokenizer), chats=chats), chats=chats)
+
+
 @pytest.fixture(scope="module")
 def encoder(tokenizer):
-    return TextEncoder(tokenizer, control_ids(tokenizer))
+    return encoder_of(tokenizer)
 
 
 def test_a_trained_tokenizer_is_loaded_with_its_control_ids(directory, tokenizer):
@@ -80,16 +93,50 @@ def test_a_mask_token_that_is_not_marked_special_cannot_be_spelt_either(director
     assert 300 in tokenizer.encode("x <|fim_middle|>")
     control = control_ids(tokenizer, mask_token_id=300)
     assert control == ControlIds(eos=0, pad=1, mask=300)
-    encoder = TextEncoder(tokenizer, control)
-    (ids,) = encoder.encode_batch(["x <|fim_middle|>"])
+    (ids,) = encoder_of(tokenizer, control).encode_batch(["x <|fim_middle|>"])
     assert 300 not in ids
     assert tokenizer.decode(ids.tolist()) == "x <|fim_middle|>"
-    assert encoder.vocab_size == 301
+    assert vocabulary_size(encoder_json(tokenizer, control, chats=False), control) == 301
+
+
+def test_for_chats_the_tokens_of_a_template_are_read_as_the_tokenizer_itself_reads_them(tokenizer):
+    (ids,) = encoder_of(tokenizer, chats=True).encode_batch([SPOKEN])
+    assert ids.tolist() == tokenizer.encode(SPOKEN)
+    assert {0, 1, 2} <= set(ids.tolist())
+
+
+def test_flat_ids_are_the_batch_one_after_the_other(encoder):
+    texts = ["the cat", "", "x"]
+    flat, lengths = encoder.encode_flat(texts)
+    batch = encoder.encode_batch(texts)
+    assert flat.tolist() == [i for ids in batch for i in ids.tolist()]
+    assert lengths.tolist() == [ids.size for ids in batch] and lengths[1] == 0
+    assert [array.size for array in encoder.encode_flat([])] == [0, 0]
+
+
+def test_each_id_knows_where_in_the_text_it_starts(encoder):
+    text = "the cat é x"
+    ids, starts = encoder.encode_with_starts(text)
+    (expected,) = encoder.encode_batch([text])
+    assert ids.tolist() == expected.tolist()
+    assert starts[0] == 0 and starts[-1] >= text.index("x") - 1 and (np.diff(starts) >= 0).all()
+
+
+def test_the_vocabulary_of_a_unigram_model_is_counted_by_place():
+    model = {"model": {"vocab": [["a", -1.0], ["b", -2.0]]}, "added_tokens": [{"id": 5}]}
+    assert vocabulary_size(json.dumps(model), ControlIds(eos=1, pad=1, mask=9)) == 6
+    assert vocabulary_size(json.dumps({**model, "added_tokens": []}), ControlIds(eos=0, pad=0, mask=9)) == 2
+
+
+def test_a_tokenizer_is_known_by_its_file(directory):
+    import hashlib
+
+    assert tokenizer_sha256(directory) == hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
 
 
 def test_other_added_tokens_keep_their_ids(directory, tmp_path):
     tokenizer = add_plain_token(directory, tmp_path, "<think>")
-    (ids,) = TextEncoder(tokenizer, control_ids(tokenizer)).encode_batch(["a<think>"])
+    (ids,) = encoder_of(tokenizer).encode_batch(["a<think>"])
     assert ids.tolist()[-1] == 300
 
 
@@ -104,21 +151,8 @@ def test_nothing_is_added_or_cut_off(directory, tmp_path):
     backend.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", mask_token="<|mask|>")
     assert len(backend.encode("the cat sat").ids) == 50
-    (ids,) = TextEncoder(tokenizer, control_ids(tokenizer)).encode_batch(["the cat sat on the mat"])
+    (ids,) = encoder_of(tokenizer).encode_batch(["the cat sat on the mat"])
     assert tokenizer.decode(ids.tolist()) == "the cat sat on the mat"
-
-
-def test_a_control_id_that_is_an_ordinary_word_is_refused():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    backend = Tokenizer(models.WordLevel({"cat": 0, "end": 1, "?": 2}, unk_token="?"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="end", mask_token="?")
-    encoder = TextEncoder(tokenizer, control_ids(tokenizer))
-    assert encoder.encode_batch(["cat cat"])[0].tolist() == [0, 0]
-    with pytest.raises(DataError, match="the control id 1 from the text 'cat end'"):
-        encoder.encode_batch(["cat", "cat end"])
 
 
 def test_a_mask_id_that_is_eos_or_an_ordinary_token_is_refused(tokenizer):

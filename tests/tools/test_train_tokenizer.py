@@ -12,7 +12,6 @@ def arguments(tmp_path):
     for i in range(60):
         heldout = is_heldout(f"{i}.txt", 0.1)
         (texts / f"{i}.txt").write_text("zebra" if heldout else "the cat sat on the mat")
-    (texts / "binary.txt").write_bytes(b"\xff")
     return ["--input", str(texts), "--output", str(tmp_path / "tokenizer"), "--no-progress"]
 
 
@@ -20,7 +19,6 @@ def test_the_command_saves_a_tokenizer_of_the_size_it_says(arguments, tmp_path, 
     assert main([*arguments, "--vocab-size", "262"]) == 0
     printed = capsys.readouterr().out
     assert f"{tmp_path / 'tokenizer'}: 262 tokens" in printed
-    assert "1 documents that are not UTF-8 text left out" in printed
     assert len(load_tokenizer(tmp_path / "tokenizer")) == 262
 
 
@@ -50,3 +48,12 @@ def test_a_refusal_is_printed_and_gives_status_1(arguments, tmp_path, capsys):
     assert main([*arguments, "--vocab-size", "100"]) == 1
     assert "at least 259" in capsys.readouterr().err
     assert not (tmp_path / "tokenizer").exists()
+
+
+def test_a_document_that_is_not_text_is_refused_or_left_out_with_status_3(arguments, tmp_path, capsys):
+    (tmp_path / "texts" / "binary.txt").write_bytes(b"\xff")
+    assert main([*arguments, "--vocab-size", "262"]) == 1
+    assert "binary.txt" in capsys.readouterr().err
+    assert main([*arguments, "--vocab-size", "262", "--skip-bad"]) == 3
+    assert "left out 1 documents that cannot be used, the first: line 1 of " in capsys.readouterr().err
+    assert len(load_tokenizer(tmp_path / "tokenizer")) == 262

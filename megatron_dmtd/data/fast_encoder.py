@@ -1,0 +1,138 @@
+"""The fast path of tokenising: `gigatoken`, where its ids are those of the user's tokenizer.
+
+The only home of `gigatoken`. It implements byte-level BPE by its own rules, so nothing is taken on trust: `choose_encoder`
+compares it with `tokenizers` on texts made to find differences and on a sample of the run's own data, and says what it chose
+and why.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_dmtd.data.tokenizer import TextEncoder
+from megatron_dmtd.errors import CapabilityError, DataError
+
+EncoderName = Literal["gigatoken", "tokenizers"]
+
+#: texts on which re-implementations of BPE are known to differ: normal forms, spaces, digits, contractions, scripts, bytes
+_PROBES = (
+    "e\u0301 \ufb01 \u212b \u1100\u1161 \u0958",
+    "  two  spaces\t\ttabs\r\n\r\nlines\n \n   end   ",
+    "I'm we'LL they'Re 'tis don''t",
+    "1234567890 12,345.67 0x1F ½ ² Ⅷ ١٢٣",
+    "中文字符 日本語テキスト 한국어 العربية עברית ไทย हिन्दी",
+    "😀👩‍👩‍👧‍👦🏳️‍🌈 \U0001f1e9\U0001f1ea",
+    "\x00\x01\x1f\x7f\x85\xa0\u2028\u200b\ufeff\ufffd\U0010ffff",
+    'if (x != y) { return "a\\n"; } // ///// ===== -----\n',
+    "a" * 300,
+    " " * 300,
+    "",
+)
+
+
+class Encoder(Protocol):
+    """Texts to ids."""
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """The ids of all texts one after the other, and the number of ids of each."""
+        ...
+
+
+class FastEncoder:
+    """Text to ids by `gigatoken`, on the calling thread."""
+
+    def __init__(self, tokenizer_json: str, *, chats: bool = False) -> None:
+        """`tokenizer_json` as for `TextEncoder`. Raises whatever `gigatoken` does for a tokenizer that it does not support."""
+        import gigatoken
+
+        model = json.loads(tokenizer_json)
+        model["post_processor"] = None  # it only adds tokens, which are not wanted
+        if not chats:
+            # gigatoken reads added tokens wherever they are spelt. Those marked special must stay text: it never hears of them.
+            model["added_tokens"] = [token for token in model["added_tokens"] if not token["special"]]
+        self._tokenizer = gigatoken.Tokenizer.from_json(json.dumps(model))
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """The ids of all texts one after the other, and the number of ids of each."""
+        if not texts:
+            return np.empty(0, np.int32), np.empty(0, np.int64)
+        # gigatoken's thread pool does not survive a fork, and the run has processes of its own
+        layout = self._tokenizer.encode_batch(list(texts), parallel=False).layout
+        offsets = np.asarray(layout.offsets.data, dtype=np.int64)
+        flat = np.asarray(layout.content.data)[offsets[0] : offsets[-1]]
+        return flat.astype(np.int32), np.diff(offsets)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """Which library tokenises, and why."""
+
+    name: EncoderName
+    reason: str
+
+
+def probes(tokenizer_json: str) -> list[str]:
+    """Texts made to find differences: the above, and every added token in the middle of words and at line ends."""
+    contents = [token["content"] for token in json.loads(tokenizer_json)["added_tokens"]]
+    return [*_PROBES, *(f"a{content}b {content} {content}{content}\n {content}" for content in contents)]
+
+
+def choose_encoder(
+    tokenizer_json: str, sample: Sequence[str], *, chats: bool = False, wanted: EncoderName | None = None
+) -> Choice:
+    """`gigatoken` if it gives the ids of `tokenizers` on `sample` and on our probes, otherwise `tokenizers`.
+
+    Raises `CapabilityError` if `wanted` is `gigatoken` and it cannot be used.
+    """
+    if wanted == "tokenizers":
+        return Choice(name="tokenizers", reason="asked for")
+    texts = [*probes(tokenizer_json), *sample]
+    obstacle = _obstacle(tokenizer_json, texts, chats=chats)
+    if not obstacle:
+        size = sum(len(text.encode()) for text in sample)
+        return Choice(
+            name="gigatoken", reason=f"its ids equal those of tokenizers on {size} bytes of this run's data and on probes"
+        )
+    if wanted == "gigatoken":
+        raise CapabilityError(found=obstacle, required="gigatoken", remedy="leave the choice to the command: it takes tokenizers")
+    return Choice(name="tokenizers", reason=obstacle)
+
+
+def _obstacle(tokenizer_json: str, texts: Sequence[str], *, chats: bool) -> str:
+    """Why gigatoken cannot be used for these texts; empty if it can."""
+    try:
+        fast = FastEncoder(tokenizer_json, chats=chats)
+        ids, lengths = fast.encode_flat(texts)
+    except ImportError:
+        return "gigatoken is not installed"
+    except BaseException as error:  # what its compiled code raises has no common base, and a panic is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
+        return f"gigatoken does not support this tokenizer ({type(error).__name__}: {str(error)[:200]})"
+    expected = TextEncoder(tokenizer_json, chats=chats).encode_batch(texts)
+    for text, got, want in zip(texts, np.split(ids, np.cumsum(lengths)[:-1]), expected):
+        if not np.array_equal(got, want):
+            return f"gigatoken gives other ids than tokenizers for {text[:60]!r}"
+    return ""
+
+
+def make_encoder(name: EncoderName, tokenizer_json: str, *, chats: bool) -> Encoder:
+    """The chosen encoder."""
+    return FastEncoder(tokenizer_json, chats=chats) if name == "gigatoken" else TextEncoder(tokenizer_json, chats=chats)
+
+
+def check_equal(reference: TextEncoder, text: str, ids: npt.NDArray[np.integer], *, where: str) -> None:
+    """Raise `DataError` unless `ids` are those of `text`: the check that goes on while a run is under way."""
+    (expected,) = reference.encode_batch([text])
+    if not np.array_equal(ids, expected):
+        raise DataError(
+            found=f"{where}: gigatoken's ids differ from those of tokenizers",
+            required="equal ids",
+            remedy="run again with --encoder tokenizers, and report the text",
+        )
