@@ -2,5 +2,6 @@
 
 from megatron_dmtd.inference.engine import Completion, Engine, EngineConfig, Event
 from megatron_dmtd.inference.sampler import SamplingParams
+from megatron_dmtd.inference.scoring import score
 
-__all__ = ["Completion", "Engine", "EngineConfig", "Event", "SamplingParams"]
+__all__ = ["Completion", "Engine", "EngineConfig", "Event", "SamplingParams", "score"]

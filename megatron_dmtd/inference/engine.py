@@ -199,7 +199,9 @@ class Engine:
             DataError: The prompt is empty, too long, or has ids outside the vocabulary.
             ConfigError: A parameter is impossible.
         """
-        prompt = self._checked_prompt(prompt_ids, max_new_tokens)
+        if max_new_tokens < 1:
+            raise ConfigError(found=f"max_new_tokens={max_new_tokens}", required="at least 1", remedy="raise max_new_tokens")
+        prompt = self.check_prompt(prompt_ids, max_new_tokens)
         params.check(self.model.shape.vocab_size)
         stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self.model.stop_token_ids)))
         tokenizer = load_tokenizer(self.model.directory) if params.stop else None
@@ -218,6 +220,28 @@ class Engine:
             self._requests[id(request.sequence)] = request
             self.scheduler.add(request.sequence)
         return request_id
+
+    def check_prompt(self, prompt_ids: Ids[int], max_new_tokens: int) -> list[int]:
+        """The prompt as a list. Raises `DataError` if it is empty, too long together with its output, or has unknown ids."""
+        prompt = [int(token) for token in prompt_ids]
+        if not prompt:
+            raise DataError(found="an empty prompt", required="at least one token", remedy="start with a token, such as bos")
+        vocab_size = self.model.shape.vocab_size
+        outside = sorted({token for token in prompt if not 0 <= token < vocab_size})
+        if outside:
+            raise DataError(
+                found=f"token ids {outside[:5]} in a prompt",
+                required=f"ids from 0 to {vocab_size - 1}",
+                remedy="tokenize with the model's own tokenizer",
+            )
+        total = len(prompt) + max_new_tokens
+        if total > self.max_length:
+            raise DataError(
+                found=f"a prompt of {len(prompt)} tokens and max_new_tokens={max_new_tokens}",
+                required=f"at most {self.max_length} tokens together",
+                remedy="shorten them, or raise max_length or cache_tokens of the engine",
+            )
+        return prompt
 
     def cancel(self, request_id: int) -> list[Completion]:
         """Stop every unfinished sample of a request, and free what it holds. Unknown and finished ids give an empty list."""
@@ -364,29 +388,6 @@ class Engine:
         self.stats.num_parallel_passes += ran_parallel
         sizes = [scheduled.chunk.stop - scheduled.chunk.start for scheduled in step]
         self.stats.num_prompt_tokens += sum(size for size in sizes if size > 1)
-
-    def _checked_prompt(self, prompt_ids: Ids[int], max_new_tokens: int) -> list[int]:
-        if max_new_tokens < 1:
-            raise ConfigError(found=f"max_new_tokens={max_new_tokens}", required="at least 1", remedy="raise max_new_tokens")
-        prompt = [int(token) for token in prompt_ids]
-        if not prompt:
-            raise DataError(found="an empty prompt", required="at least one token", remedy="start with a token, such as bos")
-        vocab_size = self.model.shape.vocab_size
-        outside = sorted({token for token in prompt if not 0 <= token < vocab_size})
-        if outside:
-            raise DataError(
-                found=f"token ids {outside[:5]} in a prompt",
-                required=f"ids from 0 to {vocab_size - 1}",
-                remedy="tokenize with the model's own tokenizer",
-            )
-        total = len(prompt) + max_new_tokens
-        if total > self.max_length:
-            raise DataError(
-                found=f"a prompt of {len(prompt)} tokens and max_new_tokens={max_new_tokens}",
-                required=f"at most {self.max_length} tokens together",
-                remedy="shorten them, or raise max_length or cache_tokens of the engine",
-            )
-        return prompt
 
 
 def _refused(request_id: int, prompt: tuple[int, ...], refusal: DMTDError) -> Completion:

@@ -41,7 +41,12 @@ class NativeOps:
             "gate_up": 2 * shape.intermediate_size,
             "inner": shape.intermediate_size,
         }
-        self._buffers = {name: torch.empty(max_rows, width) for name, width in widths.items()}
+        # Views for every number of rows: making one takes as long as a small kernel.
+        self._buffers = {
+            name: [buffer[:rows] for rows in range(max_rows + 1)]
+            for name, buffer in ((name, torch.empty(max_rows, width)) for name, width in widths.items())
+        }
+        self._by_width = {widths[name]: name for name in ("qkv", "gate_up")}
 
     @staticmethod
     def check(shape: ModelShape, *, dtype: torch.dtype, device: torch.device, page_size: int) -> None:
@@ -64,16 +69,16 @@ class NativeOps:
     def norm(self, x_RX: torch.Tensor, weight_X: torch.Tensor) -> torch.Tensor:
         """RMSNorm of contiguous rows."""
         rows, size = x_RX.shape
-        out = self._buffers["norm"][:rows]
+        out = self._buffers["norm"][rows]
         eps = self.shape.norm_eps
         self.kernels.dmtd_norm(x_RX.data_ptr(), weight_X.data_ptr(), out.data_ptr(), rows, size, eps)
         return out
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x @ weight.T + bias`."""
-        columns = weight.shape[0]
-        name = next((name for name in ("qkv", "gate_up") if self._buffers[name].shape[1] == columns), None)
-        out = torch.empty(len(x), columns) if name is None else self._buffers[name][: len(x)]
+        rows, columns = len(x), len(weight)
+        name = self._by_width.get(columns)
+        out = torch.empty(rows, columns) if name is None else self._buffers[name][rows]
         return self.matmul.into(out, x, weight, bias, None)
 
     def linear_add(
@@ -84,7 +89,7 @@ class NativeOps:
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """`silu(gate) * up`."""
-        out = self._buffers["inner"][: len(gate_up)]
+        out = self._buffers["inner"][len(gate_up)]
         self.kernels.dmtd_gate(gate_up.data_ptr(), out.data_ptr(), len(gate_up), self.shape.intermediate_size)
         return out
 
@@ -92,21 +97,19 @@ class NativeOps:
         self, qkv: torch.Tensor, weights: LayerWeights, run: Pass, pool: KeyValuePool, layer: int
     ) -> torch.Tensor:
         """Norm and rotate q and k in place, and store k and v of the rows that are written."""
-        shape, numbers = self.shape, run.numbers_NR
-        tables = run.tables.page_SP
+        shape, tables, columns = self.shape, run.tables.page_SP, run.column_pointers
         self.kernels.dmtd_rotate_and_store(
             qkv.data_ptr(),
             _pointer(weights.q_norm_E),
             _pointer(weights.k_norm_E),
             self.cos_TE.data_ptr(),
             self.sin_TE.data_ptr(),
-            numbers[1].data_ptr(),
-            numbers[2].data_ptr(),
-            numbers[6].data_ptr(),
+            columns[1],
+            columns[2],
+            columns[6],
             tables.data_ptr(),
             tables.shape[1],
-            pool.k_LNGET[layer].data_ptr(),
-            pool.v_LNGTE[layer].data_ptr(),
+            *pool.layer_pointers(layer),
             len(qkv),
             shape.num_heads,
             shape.num_key_value_heads,
@@ -118,16 +121,15 @@ class NativeOps:
 
     def attend(self, qkv: torch.Tensor, run: Pass, pool: KeyValuePool, layer: int, *, final_only: bool) -> torch.Tensor:
         """Attention `[F, H * E]` of all rows, or of the final ones."""
-        shape, numbers, tables = self.shape, run.numbers_NR, run.tables.page_SP
+        shape, tables = self.shape, run.tables.page_SP
         queries = run.final_runs if final_only else run.all_runs
-        out = self._buffers["attended"][: len(queries.row)]
+        out = self._buffers["attended"][len(queries.row)]
         self.kernels.dmtd_attend(
             qkv.data_ptr(),
-            pool.k_LNGET[layer].data_ptr(),
-            pool.v_LNGTE[layer].data_ptr(),
+            *pool.layer_pointers(layer),
             tables.data_ptr(),
             tables.shape[1],
-            *(numbers[column].data_ptr() for column in (2, 3, 4, 5)),
+            *run.column_pointers[2:6],
             queries.row.data_ptr(),
             queries.query_start.data_ptr(),
             queries.row_start.data_ptr(),

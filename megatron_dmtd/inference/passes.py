@@ -114,6 +114,12 @@ class Pass:
         return max(stop - start for start, stop in _runs(self.rows.chunk))
 
     @cached_property
+    def column_pointers(self) -> list[int]:
+        """Addresses of the columns of `numbers_NR`."""
+        start, row_bytes = self.numbers_NR.data_ptr(), self.numbers_NR.stride(0) * self.numbers_NR.itemsize
+        return [start + column * row_bytes for column in range(len(self.numbers_NR))]
+
+    @cached_property
     def all_runs(self) -> QueryRuns:
         """Attention of all rows, for the native kernel."""
         return self._query_runs(range(len(self)))

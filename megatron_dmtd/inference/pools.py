@@ -42,6 +42,11 @@ class KeyValuePool:
         self.k_LNGET = torch.zeros((*pages, shape.head_dim, shape.page_size), dtype=dtype, device=device)
         self.v_LNGTE = torch.zeros((*pages, shape.page_size, shape.head_dim), dtype=dtype, device=device)
 
+    def layer_pointers(self, layer: int) -> tuple[int, int]:
+        """Addresses of K and V of one layer."""
+        layer_bytes = self.k_LNGET.stride(0) * self.k_LNGET.itemsize
+        return self.k_LNGET.data_ptr() + layer * layer_bytes, self.v_LNGTE.data_ptr() + layer * layer_bytes
+
 
 @dataclass(slots=True)
 class Tables:

@@ -182,7 +182,7 @@ def load_model(
     """
     path = Path(directory)
     config = read_config(path)
-    expected = tensor_shapes(_shape(config, _method(config, variant)))
+    expected = tensor_shapes(model_shape(config, variant))
     files = _accounted_files(path, expected)
 
     def read(name: str) -> torch.Tensor:
@@ -240,6 +240,11 @@ def _method(config: Any, variant: str | None) -> Method:
     if VANILLA in (variant, trained_as):
         return Method(variant=VANILLA)
     return Method(variant=trained_as, cycle_length=config.mtp_horizon, mask_token_id=config.mask_token_id)
+
+
+def model_shape(config: Any, variant: str | None = None) -> ModelShape:
+    """What the arithmetic of `config` depends on. Arguments and errors as `build_model`."""
+    return _shape(config, _method(config, variant))
 
 
 def _shape(config: Any, method: Method) -> ModelShape:

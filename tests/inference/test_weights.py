@@ -1,0 +1,151 @@
+"""Directories that are ours, and those that are not."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_dmtd.errors import CapabilityError, CheckpointError, ConfigError
+from megatron_dmtd.inference import Engine, EngineConfig, SamplingParams
+from megatron_dmtd.inference.weights import load_model
+from tests.inference.models import PENALTY, SMALL, Pair
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def copy(pairs, tmp_path):
+    return shutil.copytree(pairs["causal-refresh"].directory, tmp_path / "copy")
+
+
+def change_config(folder, **fields) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def change_weights(folder, change) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+
+
+def test_fused_matrices_are_those_of_the_directory(pairs):
+    pair = pairs["causal-refresh"]
+    model, weights = load_model(pair.directory, device=CPU, dtype=torch.float64), pair.slow.state_dict()
+    assert len(model.layers) == 4 and model.shape.num_parallel_layers == 2
+    prefix = "model.layers.3."
+    expected = torch.cat([weights[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"])
+    assert torch.equal(model.layers[3].qkv, expected)
+    assert torch.equal(model.layers[3].gate_up[48:], weights[prefix + "mlp.up_proj.weight"])
+    assert model.method.variant == "causal-refresh" and model.method.mask_token_id == 60
+    assert torch.equal(model.head_VX, weights["lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("bidirectional-refresh", {"qk_norm": False, "tie_word_embeddings": True}),
+        ("vanilla", {"qk_norm": False}),
+        ("causal-norefresh", {"attention_bias": True, "num_key_value_heads": 4}),
+        ("bidirectional-norefresh", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+        ("causal-refresh", {"mtp_horizon": 3, "num_parallel_layers": 1, "num_sequential_layers": 3}),
+    ],
+)
+def test_every_kind_of_decoder_gives_the_tokens_of_generate(tmp_path, kind, changes):
+    pair = Pair(tmp_path, kind, **changes)
+    engine = pair.engine(EngineConfig(max_batch=2, max_length=64, cache_tokens=192, page_size=12))
+    prompts = [[5, 9, 2, 44, 17], [3, 8]]
+    params = SamplingParams(ignore_eos=True, repetition_penalty=PENALTY)
+    completions = engine.generate(prompts, max_new_tokens=11, params=params)
+    assert [list(completion.token_ids) for completion in completions] == [pair.greedy(prompt, 11) for prompt in prompts]
+
+
+def test_a_dmtd_model_decodes_as_vanilla_on_request(pairs):
+    engine = pairs["bidirectional-norefresh"].engine(variant="vanilla")
+    params = SamplingParams(ignore_eos=True, repetition_penalty=PENALTY)
+    (completion,) = engine.generate([[7, 3, 20]], max_new_tokens=9, params=params)
+    assert list(completion.token_ids) == pairs["vanilla"].greedy([7, 3, 20], 9)
+    assert engine.stats.num_parallel_passes == 0
+
+
+def test_the_directorys_stop_tokens_end_an_output(pairs, copy):
+    expected = pairs["causal-refresh"].greedy([7, 3, 20], 9, repetition_penalty=1.0)
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [expected[4], expected[4]]}))
+    engine = Engine(copy, SMALL, dtype="float64", device="cpu")
+    (completion,) = engine.generate([[7, 3, 20]], max_new_tokens=9)
+    assert list(completion.token_ids) == expected[: expected.index(expected[4]) + 1]
+    assert completion.finish_reason == "stop"
+    change_config(copy, eos_token_id=expected[0])
+    (copy / "generation_config.json").unlink()
+    assert load_model(copy, device=CPU).stop_token_ids == (expected[0],)
+
+
+def test_directories_that_are_not_models_are_refused_by_name(tmp_path, copy):
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Engine(tmp_path / "absent")
+    change_config(copy, model_type="gpt2")
+    with pytest.raises(CheckpointError, match="model_type 'gpt2'"):
+        Engine(copy)
+    (copy / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="model_type None"):
+        Engine(copy)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mask_token_id": 99}, "DMTDQwen3Config refuses"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary embeddings"),
+        ({"hidden_size": 64}, "wrong"),
+    ],
+)
+def test_configurations_that_cannot_be_decoded_are_refused(copy, fields, message):
+    change_config(copy, **fields)
+    with pytest.raises(CheckpointError, match=message):
+        Engine(copy, device="cpu")
+
+
+def test_sliding_windows_of_ordinary_models_are_refused(pairs, tmp_path):
+    folder = shutil.copytree(pairs["vanilla"].directory, tmp_path / "window")
+    change_config(folder, use_sliding_window=True, sliding_window=16)
+    with pytest.raises(CheckpointError, match="sliding-window"):
+        Engine(folder)
+
+
+def test_weights_are_accounted_for(copy):
+    change_weights(copy, lambda weights: weights.pop("model.norm.weight"))
+    with pytest.raises(CheckpointError, match=r"missing \['model.norm.weight'\]"):
+        Engine(copy)
+    change_weights(copy, lambda weights: weights.update({"model.norm.weight": torch.ones(32), "extra": torch.ones(1)}))
+    with pytest.raises(CheckpointError, match="extra"):
+        Engine(copy)
+    (copy / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Engine(copy)
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
+        Engine(copy)
+
+
+def test_settings_that_contradict_the_model_are_refused(pairs):
+    directory = pairs["causal-refresh"].directory
+    with pytest.raises(ConfigError, match="variant 'bidirectional-refresh' for a model trained as causal-refresh"):
+        Engine(directory, variant="bidirectional-refresh")
+    for config, message in (
+        (EngineConfig(page_size=6), "page_size=6"),
+        (EngineConfig(max_batch=0), "max_batch=0"),
+        (EngineConfig(max_length=513), "max_length=513"),
+        (EngineConfig(max_length=500, cache_tokens=64), "pools of 64 tokens"),
+        (EngineConfig(cache_tokens=8), "pools of 0 pages"),
+        (EngineConfig(kernels="fast"), "kernels='fast'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Engine(directory, config, device="cpu")
+    with pytest.raises(ConfigError, match="dtype 'int4'"):
+        Engine(directory, dtype="int4")
+    if not torch.cuda.is_available():
+        with pytest.raises(CapabilityError, match="without CUDA"):
+            Engine(directory, device="cuda")

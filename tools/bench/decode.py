@@ -1,0 +1,417 @@
+"""Time decoding: one process, one run, one set of random weights, one set of kernels; vanilla against the four variants.
+
+    python tools/bench/decode.py --threads 2 --batches 1 2 4 8 --contexts 128 1024
+    python tools/bench/decode.py --batches 1 --contexts 128 4096 --hf --profile --rounds 9
+    python tools/bench/decode.py --alignment --contexts 128
+
+Kinds take turns in every round, a whole cycle of tokens each, so that drift of the machine meets all of them; figures are medians
+over rounds. Caches are filled with random numbers instead of by a prompt: the time of a step depends on their length only.
+
+Columns: tokens/s; ratio to vanilla (median of the rounds' ratios); its limit by weight traffic, and the share of it; milliseconds
+of a cycle; those of its bare matrix products (same weights, same rows, fastest kernel, same round), and the share of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megatron_dmtd.cycle import VANILLA, VARIANTS
+from megatron_dmtd.errors import DMTDError
+from megatron_dmtd.hf import DMTDQwen3Config
+from megatron_dmtd.inference import Engine, EngineConfig, SamplingParams
+from megatron_dmtd.inference.matmul import FastestMatmul, fastest_ms
+from megatron_dmtd.inference.native.build import load_kernels
+from megatron_dmtd.inference.planner import Method
+from megatron_dmtd.inference.weights import ModelWeights, build_model, model_shape, tensor_shapes
+
+#: 1.1 GB of fp32 weights: too large for any cache, small enough for a workstation.
+MODEL = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_parallel_layers": 12,
+    "num_sequential_layers": 4,
+    "vocab_size": 32_000,
+    "mask_token_id": 31_999,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 16_384,
+}
+CYCLE = 4
+KINDS = (VANILLA, *VARIANTS)
+PARAMS = SamplingParams(ignore_eos=True)
+#: What all figures but those of `show_kernels` are measured with; see `--cpu-time`.
+clock: Callable[[], float] = time.perf_counter
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[128], help="tokens in the caches at the start")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--rounds", type=int, default=7, help="timed rounds of one cycle per kind; one more is not counted")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="CPU time of one thread instead of wall time: the only clock that means something on a machine that others use too",
+    )
+    parser.add_argument("--kernels", choices=("auto", "native", "torch"), default="auto")
+    parser.add_argument("--layers", type=int, nargs=2, metavar=("P", "S"), help="numbers of parallel and sequential layers")
+    parser.add_argument("--hf", action="store_true", help="also Hugging Face generate on the same weights, batch 1")
+    parser.add_argument(
+        "--profile", action="store_true", help="also where the time of a cycle goes, at the first batch and context"
+    )
+    parser.add_argument("--alignment", action="store_true", help="instead: requests at mixed phases, heads aligned and not")
+    parser.add_argument("--json", help="file to write all figures to")
+    return parser.parse_args(argv)
+
+
+def random_model(layers: Sequence[int] | None) -> tuple[DMTDQwen3Config, ModelWeights]:
+    """Weights of one size for all kinds."""
+    fields = dict(MODEL)
+    if layers:
+        fields |= {"num_parallel_layers": layers[0], "num_sequential_layers": layers[1]}
+    config = DMTDQwen3Config(**fields)
+    generator = torch.Generator().manual_seed(0)
+    shapes = tensor_shapes(model_shape(config))
+
+    def read(name: str) -> torch.Tensor:
+        size = shapes[name]
+        return torch.ones(size) if len(size) == 1 else torch.empty(size).normal_(std=0.02, generator=generator)
+
+    return config, build_model(config, read)
+
+
+def as_kind(model: ModelWeights, kind: str) -> ModelWeights:
+    """The same weights, decoded as `kind`."""
+    if kind == VANILLA:
+        return dataclasses.replace(
+            model, method=Method(variant=VANILLA), shape=dataclasses.replace(model.shape, num_parallel_layers=0)
+        )
+    return dataclasses.replace(model, method=dataclasses.replace(model.method, variant=kind))
+
+
+def filled_engine(model: ModelWeights, kind: str, starts: Sequence[int], *, max_new: int, options: dict) -> Engine:
+    """An engine in the middle of decoding: request i has `starts[i]` tokens in its caches, of random contents."""
+    longest = max(starts) + max_new + 2 * CYCLE
+    config = EngineConfig(
+        max_batch=len(starts),
+        max_length=longest,
+        cache_tokens=len(starts) * (longest + 32),
+        prefix_caching=False,
+        **options,
+    )
+    engine = Engine(as_kind(model, kind), config)
+    for pool in (engine.pools.parallel, engine.pools.sequential):
+        pool.k_LNGET.normal_()
+        pool.v_LNGTE.normal_()
+    generator = torch.Generator().manual_seed(1)
+    for start in starts:
+        prompt = torch.randint(0, 1000, (start + 1,), generator=generator).tolist()
+        engine.submit(prompt, max_new_tokens=max_new, params=PARAMS)
+    for sequence, start in zip(engine.scheduler.waiting, starts):
+        sequence.num_taken = start
+        engine.pools.grow(sequence.tables, engine.method.parallel_length(start), start)
+    return engine
+
+
+def cycle_s(engine: Engine) -> float:
+    """Seconds for one cycle of tokens of every request."""
+    start = clock()
+    for _ in range(CYCLE):
+        engine.step()
+    return clock() - start
+
+
+class BareProducts:
+    """The matrix products of a cycle and nothing else, through the fastest kernel."""
+
+    def __init__(self, model: ModelWeights, batch: int) -> None:
+        self.model, self.batch = model, batch
+        sample = [matrix for layer in model.layers[:2] for matrix in layer.matrices]
+        self.fastest = FastestMatmul(load_kernels(), sample, max_rows=max(2 * CYCLE * batch, 8))
+
+    def _products(self, matrices: Sequence[torch.Tensor], rows: int) -> Callable[[], None]:
+        widths = {matrix.shape[1] for matrix in matrices}
+        inputs = {width: torch.randn(rows, width) for width in widths}
+        outputs = {matrix.shape[0]: torch.empty(rows, matrix.shape[0]) for matrix in matrices}
+
+        def run() -> None:
+            for matrix in matrices:
+                self.fastest.into(outputs[matrix.shape[0]], inputs[matrix.shape[1]], matrix, None, None)
+
+        return run
+
+    def parts(self) -> dict[str, Callable[[], None]]:
+        """What cycles are made of."""
+        split = self.model.shape.num_parallel_layers
+        layers = [layer.matrices for layer in self.model.layers]
+        parallel = [matrix for layer in layers[:split] for matrix in layer]
+        sequential = [matrix for layer in layers[split:] for matrix in layer]
+        return {
+            "parallel, one block": self._products(parallel, CYCLE * self.batch),
+            "parallel, two blocks": self._products(parallel, 2 * CYCLE * self.batch),
+            "all layers, a token": self._products([*parallel, *sequential, self.model.head_VX], self.batch),
+            "sequential, a token": self._products([*sequential, self.model.head_VX], self.batch),
+        }
+
+    @staticmethod
+    def cycle_of(kind: str, part_s: dict[str, float]) -> float:
+        """Seconds of a cycle of `kind`."""
+        if kind == VANILLA:
+            return CYCLE * part_s["all layers, a token"]
+        blocks = "parallel, two blocks" if VARIANTS[kind][0] == "real" else "parallel, one block"
+        return part_s[blocks] + CYCLE * part_s["sequential, a token"]
+
+
+def traffic_limit(model: ModelWeights) -> float:
+    """Bytes of weights that a vanilla cycle reads, over those of a cycle with one parallel pass."""
+    split = model.shape.num_parallel_layers
+    parallel = sum(matrix.nbytes for layer in model.layers[:split] for matrix in layer.matrices)
+    sequential = sum(matrix.nbytes for layer in model.layers[split:] for matrix in layer.matrices) + model.head_VX.nbytes
+    return CYCLE * (parallel + sequential) / (parallel + CYCLE * sequential)
+
+
+def timed(run: Callable[[], None]) -> float:
+    """Seconds of one call."""
+    start = clock()
+    run()
+    return clock() - start
+
+
+def cell(model: ModelWeights, kinds: Sequence[str], batch: int, context: int, options: argparse.Namespace) -> list[dict]:
+    """Figures of every kind at one batch and context."""
+    max_new = CYCLE * (options.rounds + 2)
+    settings = {"kernels": options.kernels}
+    engines = {kind: filled_engine(model, kind, [context] * batch, max_new=max_new, options=settings) for kind in kinds}
+    bare = BareProducts(model, batch)
+    parts = bare.parts()
+    rounds: list[tuple[dict[str, float], dict[str, float]]] = []
+    for _ in range(options.rounds + 1):
+        cycles = {kind: cycle_s(engine) for kind, engine in engines.items()}
+        part_s = {name: timed(run) for name, run in parts.items()}
+        rounds.append((cycles, {kind: bare.cycle_of(kind, part_s) for kind in kinds}))
+    return [_figures(model, kind, batch, context, rounds[1:]) for kind in kinds]
+
+
+def _figures(model: ModelWeights, kind: str, batch: int, context: int, rounds: list) -> dict:
+    cycle = statistics.median(cycles[kind] for cycles, _ in rounds)
+    bare = statistics.median(products[kind] for _, products in rounds)
+    ratio = statistics.median(cycles[VANILLA] / cycles[kind] for cycles, _ in rounds) if VANILLA in rounds[0][0] else None
+    limit = 1.0 if kind == VANILLA else traffic_limit(model)
+    return {
+        "batch": batch,
+        "context": context,
+        "kind": kind,
+        "tokens_per_s": CYCLE * batch / cycle,
+        "ratio": ratio,
+        "traffic_limit": limit,
+        "share_of_traffic_limit": None if ratio is None else ratio / limit,
+        "cycle_ms": 1e3 * cycle,
+        "bare_ms": 1e3 * bare,
+        "share_of_bare": statistics.median(products[kind] / cycles[kind] for cycles, products in rounds),
+        "fastest_cycle_ms": 1e3 * min(cycles[kind] for cycles, _ in rounds),
+        "fastest_bare_ms": 1e3 * min(products[kind] for _, products in rounds),
+    }
+
+
+def show(figures: list[dict]) -> None:
+    """One line per figure."""
+    print(
+        f"{'batch':>5} {'context':>7} {'kind':24} {'tok/s':>8} {'ratio':>6} {'limit':>6} {'share':>6} "
+        f"{'cycle ms':>9} {'bare ms':>8} {'share':>6} {'fastest cycle / bare ms':>24}"
+    )
+    for row in figures:
+        ratio, share = (f"{row[name]:6.2f}" if row[name] else "     -" for name in ("ratio", "share_of_traffic_limit"))
+        print(
+            f"{row['batch']:5} {row['context']:7} {row['kind']:24} {row['tokens_per_s']:8.2f} {ratio} "
+            f"{row['traffic_limit']:6.2f} {share} {row['cycle_ms']:9.1f} {row['bare_ms']:8.1f} {row['share_of_bare']:6.2f} "
+            f"{row['fastest_cycle_ms']:14.1f} / {row['fastest_bare_ms']:7.1f}",
+            flush=True,
+        )
+
+
+def show_kernels(model: ModelWeights, max_rows: int) -> dict:
+    """The ways of multiplying, and oneDNN's prepacked weights (a second copy) for comparison, by number of rows."""
+    sample = [matrix for layer in model.layers[:2] for matrix in layer.matrices]
+    fastest = FastestMatmul(load_kernels(), sample, max_rows=max_rows)
+    table = {}
+    for rows in fastest.measured_ms:
+        packed = {id(weight): torch.ops.mkldnn._reorder_linear_weight(weight, rows) for weight in sample}
+
+        def onednn(out, x, weight, bias, residual, packed=packed) -> None:
+            torch.ops.mkldnn._linear_pointwise(x, packed[id(weight)], None, "none", [], "")
+
+        table[rows] = fastest_ms({**fastest.ways, "onednn prepacked": onednn}, sample, rows)
+    print(f"products with {len(sample)} matrices of two layers, ms (fastest of a few):")
+    for rows, ways in table.items():
+        print(f"{rows:4} rows  " + "  ".join(f"{name} {ms:.2f}" for name, ms in ways.items()) + f"  -> {fastest.way(rows)}")
+    return table
+
+
+def hf_token_s(config: DMTDQwen3Config, model: ModelWeights, kind: str, context: int) -> float:
+    """Seconds per token of Hugging Face generate on the same memory: a call for many tokens less a call for one."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from megatron_dmtd.hf import DMTDQwen3ForCausalLM
+
+    fields = config.to_dict()
+    if kind == VANILLA:
+        for name in ("model_type", "architectures", "transformers_version"):
+            fields.pop(name, None)
+        build = lambda: Qwen3ForCausalLM(Qwen3Config(**fields))  # noqa: E731
+    else:
+        history, block = VARIANTS[kind]
+        fields |= {"dmtd_history_mode": history, "dmtd_block_attention": block}
+        build = lambda: DMTDQwen3ForCausalLM(DMTDQwen3Config(**fields))  # noqa: E731
+    with torch.device("meta"):
+        slow = build()
+    slow.load_state_dict(_unfused(model), strict=True, assign=True)
+    if kind == VANILLA:
+        slow.model.rotary_emb = type(slow.model.rotary_emb)(slow.config)  # its buffers were made on "meta"
+    slow = slow.eval()
+    prompt = torch.randint(0, 1000, (1, context), generator=torch.Generator().manual_seed(1))
+    common = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+    def seconds(count: int) -> float:
+        return timed(lambda: slow.generate(prompt, max_new_tokens=count, **common))
+
+    seconds(2)
+    return (statistics.median(seconds(17) for _ in range(3)) - statistics.median(seconds(1) for _ in range(3))) / 16
+
+
+def _unfused(model: ModelWeights) -> dict[str, torch.Tensor]:
+    """Hugging Face's names for views of the fused matrices."""
+    shape = model.shape
+    weights = {"model.embed_tokens.weight": model.embedding_VX, "model.norm.weight": model.final_norm_X}
+    weights["lm_head.weight"] = model.head_VX
+    for index, layer in enumerate(model.layers):
+        prefix = f"model.layers.{index}."
+        qkv = layer.qkv.split([shape.query_size, shape.key_size, shape.key_size])
+        weights |= {f"{prefix}self_attn.{name}_proj.weight": matrix for name, matrix in zip("qkv", qkv)}
+        weights |= {f"{prefix}mlp.{name}_proj.weight": half for name, half in zip(("gate", "up"), layer.gate_up.chunk(2))}
+        weights |= {
+            f"{prefix}self_attn.o_proj.weight": layer.o,
+            f"{prefix}mlp.down_proj.weight": layer.down,
+            f"{prefix}input_layernorm.weight": layer.input_norm_X,
+            f"{prefix}post_attention_layernorm.weight": layer.post_norm_X,
+        }
+        if layer.q_norm_E is not None and layer.k_norm_E is not None:
+            weights |= {f"{prefix}self_attn.q_norm.weight": layer.q_norm_E, f"{prefix}self_attn.k_norm.weight": layer.k_norm_E}
+    return weights
+
+
+def profile(model: ModelWeights, kind: str, batch: int, context: int, options: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds of a cycle by operation; "rest" is planning, scheduling, choosing tokens and Python between operations."""
+    engine = filled_engine(
+        model, kind, [context] * batch, max_new=CYCLE * (options.rounds + 2), options={"kernels": options.kernels}
+    )
+    ops, spent_s = engine.runner.native_ops or engine.runner.torch_ops, {}
+
+    def watched(name: str) -> Callable:
+        function = getattr(ops, name)
+
+        def call(*args, **kwargs):
+            start = clock()
+            result = function(*args, **kwargs)
+            spent_s[name] = spent_s.get(name, 0.0) + clock() - start
+            return result
+
+        return call
+
+    cycle_s(engine)
+    for name in ("norm", "linear", "linear_add", "gate", "rotate_and_store", "attend"):
+        setattr(ops, name, watched(name))
+    total = sum(cycle_s(engine) for _ in range(options.rounds))
+    figures = {name: 1e3 * seconds / options.rounds for name, seconds in spent_s.items()}
+    figures["rest"] = 1e3 * total / options.rounds - sum(figures.values())
+    print(f"{kind}, batch {batch}, context {context}, ms of a cycle: " + ", ".join(f"{n} {ms:.2f}" for n, ms in figures.items()))
+    return figures
+
+
+def alignment(model: ModelWeights, kind: str, batch: int, context: int, options: argparse.Namespace) -> dict:
+    """Tokens per second of requests at mixed phases, with heads aligned and not."""
+    figures: dict = {"kind": kind, "batch": batch, "context": context}
+    starts = [context + request % CYCLE for request in range(batch)]
+    for aligned in (True, False):
+        engine = filled_engine(
+            model,
+            kind,
+            starts,
+            max_new=CYCLE * (options.rounds + 3),
+            options={"kernels": options.kernels, "align_heads": aligned},
+        )
+        for _ in range(2 * CYCLE):  # those out of phase join
+            engine.step()
+        before, times = engine.stats.num_new_tokens, [cycle_s(engine) for _ in range(options.rounds)]
+        tokens = (engine.stats.num_new_tokens - before) / options.rounds
+        figures["aligned" if aligned else "free"] = tokens / statistics.median(times)
+    figures["gain"] = figures["aligned"] / figures["free"]
+    print(
+        f"{kind}, batch {batch}, context {context}: {figures['aligned']:.2f} tokens/s aligned, {figures['free']:.2f} not, "
+        f"gain {figures['gain']:.2f}",
+        flush=True,
+    )
+    return figures
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 2 refused."""
+    options = arguments(argv)
+    if options.cpu_time:
+        global clock
+        clock, options.threads = time.thread_time, 1
+    torch.set_num_threads(options.threads)
+    config, model = random_model(options.layers)
+    weight_bytes = sum(matrix.nbytes for layer in model.layers for matrix in layer.matrices) + model.head_VX.nbytes
+    load = os.getloadavg()[0]
+    kind_of_time = "CPU time" if options.cpu_time else "wall time"
+    print(f"{weight_bytes / 1e9:.2f} GB of fp32 weights, {options.threads} threads, {kind_of_time}, load at the start {load:.1f}")
+    results: dict = {"weight_bytes": weight_bytes, "threads": options.threads, "load": load}
+    try:
+        with torch.inference_mode():
+            if options.alignment:
+                cells = [(kind, batch) for kind in options.kinds if kind != VANILLA for batch in options.batches]
+                results["alignment"] = [alignment(model, kind, batch, options.contexts[0], options) for kind, batch in cells]
+            else:
+                results["kernels"] = show_kernels(model, 2 * CYCLE * max(options.batches))
+                results["cells"] = []
+                for batch in options.batches:
+                    for context in options.contexts:
+                        figures = cell(model, options.kinds, batch, context, options)
+                        show(figures)
+                        results["cells"] += figures
+            if options.profile:
+                place = (options.batches[0], options.contexts[0])
+                results["profile"] = {kind: profile(model, kind, *place, options) for kind in options.kinds}
+            if options.hf:
+                results["hf_tokens_per_s"] = {
+                    kind: 1 / hf_token_s(config, model, kind, options.contexts[0]) for kind in options.kinds
+                }
+                for kind, rate in results["hf_tokens_per_s"].items():
+                    print(f"Hugging Face generate, {kind}, batch 1, context {options.contexts[0]}: {rate:.2f} tokens/s")
+    except DMTDError as error:
+        print(f"{type(error).__name__}\n{error}", file=sys.stderr)
+        return 2
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(results, file, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

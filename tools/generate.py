@@ -1,0 +1,150 @@
+"""Text in, text out.
+
+    python tools/generate.py exported "def main():" --max-new-tokens 128
+    python tools/generate.py exported "Once upon a time" --temperature 0.8 --top-p 0.95 --n 3 --seed 7 --stats
+    python tools/generate.py exported --prompts prompts.txt --no-stream      (one prompt a line)
+    python tools/generate.py exported "..." --vanilla                        (the same weights as an ordinary decoder)
+
+A single prompt with one sample is streamed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_dmtd.errors import DataError, DMTDError
+from megatron_dmtd.inference import Completion, Engine, EngineConfig, SamplingParams
+from megatron_dmtd.inference.text import load_tokenizer
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("model", help="export, or Qwen3 or Llama directory, with its tokenizer")
+    parser.add_argument("prompt", nargs="*", help="one or more prompts")
+    parser.add_argument("--prompts", type=Path, help="file with one more prompt a line")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    for name, kind in (("temperature", float), ("top-k", int), ("top-p", float), ("min-p", float), ("seed", int), ("n", int)):
+        parser.add_argument(f"--{name}", type=kind, default=getattr(SamplingParams(), name.replace("-", "_")))
+    parser.add_argument("--repetition-penalty", type=float, default=1.0)
+    parser.add_argument("--presence-penalty", type=float, default=0.0)
+    parser.add_argument("--stop", nargs="+", default=[], help="strings that end an output")
+    parser.add_argument("--vanilla", action="store_true", help="decode a DMTD model's weights as an ordinary decoder")
+    parser.add_argument("--max-batch", type=int, default=8)
+    parser.add_argument("--max-length", type=int)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--device")
+    parser.add_argument("--no-stream", action="store_true", help="print an output when it is complete")
+    parser.add_argument("--stats", action="store_true", help="print counts and speed to standard error")
+    return parser.parse_args(argv)
+
+
+def read_prompts(options: argparse.Namespace) -> list[str]:
+    """All prompts. Raises `DataError` if there is none."""
+    prompts = list(options.prompt)
+    if options.prompts is not None:
+        try:
+            prompts += [line for line in options.prompts.read_text(encoding="utf-8").splitlines() if line]
+        except OSError as error:
+            raise DataError(found=str(error), required="a file of prompts", remedy="correct --prompts") from error
+    if not prompts:
+        raise DataError(found="no prompt", required="at least one", remedy="give a prompt, or --prompts FILE")
+    return prompts
+
+
+def sampling_params(options: argparse.Namespace) -> SamplingParams:
+    """How to choose tokens."""
+    return SamplingParams(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=options.seed,
+        n=options.n,
+        repetition_penalty=options.repetition_penalty,
+        presence_penalty=options.presence_penalty,
+        stop=tuple(options.stop),
+    )
+
+
+def streamed_text(engine: Engine, tokenizer: Any, ids: list[int], max_new: int, params: SamplingParams) -> Iterator[str]:
+    """Pieces of the output's text as they become certain: a character may take several tokens."""
+    output: list[int] = []
+    written = 0
+    for event in engine.stream(ids, max_new_tokens=max_new, params=params):
+        output.append(event.token_id)
+        text = tokenizer.decode(output, skip_special_tokens=True)
+        if event.completion is not None:
+            text = event.completion.text if event.completion.text is not None else text
+            yield text[written:]
+        elif not text.endswith("\ufffd") and not params.stop:  # the start of a stop string must not be shown
+            yield text[written:]
+            written = len(text)
+
+
+def print_completion(tokenizer: Any, prompt: str, completion: Completion) -> None:
+    """One finished output, under its prompt."""
+    text = completion.text
+    if text is None:
+        text = tokenizer.decode(list(completion.token_ids), skip_special_tokens=True)
+    print(f"--- {prompt!r}, sample {completion.sample}, {completion.finish_reason}")
+    print(completion.refusal if completion.refusal is not None else text)
+
+
+def print_stats(engine: Engine, seconds: float) -> None:
+    """Counts and speed of the run."""
+    stats = engine.stats
+    reused = engine.prefix_index.num_reused_tokens if engine.prefix_index else 0
+    print(
+        f"{engine.method.variant}: {stats.num_new_tokens} tokens in {seconds:.2f} s, "
+        f"{stats.num_new_tokens / seconds:.2f} tokens/s; "
+        f"{stats.num_steps} steps, {stats.num_parallel_passes} of them through the parallel layers; "
+        f"{stats.num_prompt_tokens} prompt tokens, {reused} reused, {stats.num_preemptions} preemptions; "
+        f"kernels: {'native' if not engine.kernel_note else 'torch (' + engine.kernel_note + ')'}",
+        file=sys.stderr,
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Generate. Returns 1 if a prompt was refused."""
+    prompts, params = read_prompts(options), sampling_params(options)
+    tokenizer = load_tokenizer(Path(options.model))
+    config = EngineConfig(max_batch=options.max_batch, max_length=options.max_length)
+    variant = "vanilla" if options.vanilla else None
+    engine = Engine(options.model, config, dtype=options.dtype, device=options.device, variant=variant)
+    ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    start, refused = time.perf_counter(), False
+    if len(prompts) == 1 and params.n == 1 and not options.no_stream:
+        print(prompts[0], end="", flush=True)
+        for piece in streamed_text(engine, tokenizer, ids[0], options.max_new_tokens, params):
+            print(piece, end="", flush=True)
+        print()
+    else:
+        completions = engine.generate(ids, max_new_tokens=options.max_new_tokens, params=params)
+        by_ids = {tuple(own): prompt for prompt, own in zip(prompts, ids)}
+        for completion in completions:
+            print_completion(tokenizer, by_ids[completion.prompt_ids], completion)
+            refused = refused or completion.refusal is not None
+    if options.stats:
+        print_stats(engine, time.perf_counter() - start)
+    return int(refused)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 1 some prompts were refused, 2 refused (the message says what to change)."""
+    try:
+        return run(arguments(argv))
+    except DMTDError as error:
+        print(f"{type(error).__name__}\n{error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
