@@ -12,6 +12,7 @@ host copy (GPU). Whatever fails on one rank's disk is raised on all of them, at 
 from __future__ import annotations
 
 import ctypes
+import functools
 import io
 import multiprocessing
 import os
@@ -87,6 +88,8 @@ def _die_with(parent: int) -> None:
 def _write_files(parent: int, write: Callable[..., None], rank: int, buckets: list[Any], report: Connection) -> None:
     """The background process: write this rank's files, and report Megatron's results, the digests and what went wrong."""
     _die_with(parent)
+    # Megatron writes from processes of its own. A killed writer may leave them waiting for it, holding the report's pipe open.
+    os.register_at_fork(after_in_child=functools.partial(_die_with, os.getpid()))
     torch.set_num_threads(1)  # threads of the parent do not exist here, and waiting for them would never end
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
     write(rank, buckets, results)

@@ -43,7 +43,7 @@ def test_a_directory_without_its_last_file_does_not_count(tmp_path: Path) -> Non
 def test_nothing_to_find_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no directory"):
         paths.find_step_directory(tmp_path / "absent")
-    with pytest.raises(CheckpointError, match="neither metadata.json nor latest"):
+    with pytest.raises(CheckpointError, match=r"neither metadata\.json nor latest"):
         paths.find_step_directory(tmp_path)
     assert paths.latest_directory(tmp_path) is None
     assert paths.step_directories(tmp_path / "absent") == []

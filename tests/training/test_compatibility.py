@@ -1,0 +1,74 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megatron_dmtd.config import Config, to_yaml
+from megatron_dmtd.errors import CheckpointError
+from megatron_dmtd.training import paths
+from megatron_dmtd.training.compatibility import ALLOWED, check_resumable, check_weights, differences, saved_config
+from tests.support.tiny import tiny_config, with_settings
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    (tmp_path / paths.CONFIG_FILE).write_text(to_yaml(tiny_config()))
+    return tmp_path
+
+
+def test_the_same_configuration_differs_in_nothing(saved: Path) -> None:
+    assert differences(tiny_config(), check_resumable(tiny_config(), saved)) == []
+
+
+def test_each_difference_says_whether_it_is_allowed_and_why(saved: Path) -> None:
+    changed = tiny_config(optimizer={"lr": 1e-2}, parallel={"tensor": 2}, model={"init_std": 0.2}, logging={"interval": 7})
+    told = [str(difference) for difference in differences(changed, check_resumable(changed, saved))]
+    assert told == [
+        "model.init_std = 0.1 in the checkpoint, 0.2 in this run (allowed: the weights are already made)",
+        "parallel.tensor = 1 in the checkpoint, 2 in this run (allowed: state is resharded: the same run up to rounding)",
+        "optimizer.lr = 0.003 in the checkpoint, 0.01 in this run (allowed: the schedule follows the new value from here on)",
+        "logging.interval = 1 in the checkpoint, 7 in this run (allowed: says how the run works, not what it computes)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value"),
+    [
+        ("model", "intermediate_size", 64),
+        ("model", "tie_word_embeddings", False),
+        ("cycle", "variant", "causal-refresh"),
+        ("cycle", "num_parallel_layers", 1),
+        ("data", "seq_length", 64),
+        ("data", "shuffle_seed", 1),
+        ("data", "pad_token_id", 1),
+    ],
+)
+def test_what_makes_another_run_is_refused_beside_what_is_allowed(saved: Path, section: str, field: str, value: object) -> None:
+    changed = with_settings(tiny_config(optimizer={"lr": 1e-2}), **{section: {field: value}})
+    with pytest.raises(CheckpointError) as caught:
+        check_resumable(changed, saved)
+    old = getattr(getattr(tiny_config(), section), field)
+    assert f"{section}.{field} = {old} in the checkpoint, {value} in this run; optimizer.lr" in caught.value.found
+    assert "init_from" in caught.value.remedy
+
+
+def test_weights_must_have_the_models_shape_and_nothing_else(saved: Path) -> None:
+    check_weights(tiny_config("vanilla", data={"seq_length": 64}, model={"init_std": 1.0}), saved)
+    with pytest.raises(CheckpointError, match=r"model.num_layers = 4 in the checkpoint, 5 in this run"):
+        check_weights(tiny_config(model={"num_layers": 5}), saved)
+
+
+def test_every_rule_names_a_setting_that_exists() -> None:
+    sections = {section.name: section.default_factory for section in dataclasses.fields(Config)}
+    for name in ALLOWED:
+        section, _, field = name.partition(".")
+        known = {item.name for item in dataclasses.fields(sections[section])}  # type: ignore[arg-type]
+        assert not field or field in known, name
+
+
+def test_an_unreadable_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config.yaml: no file"):
+        saved_config(tmp_path)
+    (tmp_path / paths.CONFIG_FILE).write_text("model: {no_such_field: 1}\n")
+    with pytest.raises(CheckpointError, match=r"unknown setting model.no_such_field"):
+        saved_config(tmp_path)

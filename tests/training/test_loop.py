@@ -1,0 +1,148 @@
+"""A run that is stopped, in whatever phase and on whichever rank, goes on as if it had never stopped.
+
+Level: bitwise, for the checkpoint of the last step (weights, Adam's moments, generator states, scheduler, counters) and for every
+log line but its clock values.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dmtd.config import Config
+from megatron_dmtd.errors import CheckpointError, ConfigError
+from megatron_dmtd.training import paths
+from tests.support.checkpoints import assert_same_checkpoint, common_of
+from tests.support.jobs import PHASES, lines_of, run_job
+from tests.support.ranks import run_ranks
+from tests.support.tiny import tiny_config, with_settings, write_corpus
+
+pytestmark = pytest.mark.multiprocess
+
+
+def _config(corpus: tuple[str, str], folder: Path, **sections: Any) -> Config:
+    config = tiny_config(training={"steps": 6, "eval_interval": 2, "eval_batches": 0}, logging={"interval": 3, "progress": False})
+    config = with_settings(
+        config,
+        data={"train": (corpus[0],), "valid": (corpus[0],)},
+        checkpoint={"dir": str(folder / "checkpoints"), "interval": 0},
+        logging={"dir": str(folder / "log")},
+    )
+    return with_settings(config, **sections)
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[int, Config]:
+    """Configurations of runs that were never stopped, by number of ranks."""
+    found = {}
+    for ranks in (1, 2):
+        config = _config(corpus, tmp_path_factory.mktemp(f"whole{ranks}"))
+        assert [ended for ended, _, _ in run_ranks(ranks, run_job, config)] == ["done"] * ranks
+        found[ranks] = config
+    return found
+
+
+def _assert_same_run(config: Config, whole: Config) -> None:
+    name = paths.step_directory_name(6)
+    assert_same_checkpoint(Path(config.checkpoint.dir) / name, Path(whole.checkpoint.dir) / name)
+    assert lines_of(config) == lines_of(whole)
+    assert [line["step"] for line in lines_of(whole)] == [2, 3, 4, 6, 6]
+
+
+_DEFAULT = [(phase, (1,), signal.SIGTERM) for phase in PHASES] + [("a step", (0, 1), signal.SIGTERM)]
+_MORE = [(phase, (0,), signal.SIGUSR1) for phase in PHASES] + [
+    (phase, (0, 1), signal.SIGTERM) for phase in PHASES if phase != "a step"
+]
+
+
+@pytest.mark.parametrize(
+    ("phase", "ranks", "number"), [*_DEFAULT, *(pytest.param(*case, marks=pytest.mark.slow) for case in _MORE)]
+)
+def test_a_signal_in_any_phase_on_any_rank_saves_once_and_the_run_goes_on_bitwise(
+    phase: str, ranks: tuple[int, ...], number: int, corpus: tuple[str, str], tmp_path: Path, whole: dict[int, Config]
+) -> None:
+    config = _config(corpus, tmp_path, checkpoint={"interval": 1 if phase == "a save" else 0, "keep_last": 0})
+    stopped = run_ranks(2, run_job, config, phase, ranks, number)
+    root = Path(config.checkpoint.dir)
+    assert [bool(sent) for _, sent, _ in stopped] == [rank in ranks for rank in (0, 1)]
+    saved = paths.latest_directory(root)
+    assert saved is not None
+    assert all(ended.endswith(f"saved {saved}") for ended, _, _ in stopped)
+    step = common_of(saved)["progress"]["step"]
+    assert step < 6
+    if phase != "a save":
+        assert paths.step_directories(root) == [saved]
+    was_evaluated = any("eval_loss" in line for line in lines_of(config) if line["step"] == step)
+    assert common_of(saved)["progress"]["evaluation_due"] == (step in (2, 4) and not was_evaluated)
+    assert phase != "evaluation" or not was_evaluated, "the evaluation ended before the signal could cut it short"
+    assert [ended for ended, _, _ in run_ranks(2, run_job, config)] == ["done"] * 2
+    _assert_same_run(config, whole[2])
+
+
+def test_an_evaluation_that_was_caught_up_with_is_logged_once_though_the_run_dies_before_its_next_save(
+    corpus: tuple[str, str], tmp_path: Path, whole: dict[int, Config]
+) -> None:
+    config = _config(corpus, tmp_path)
+    ((_, sent, _),) = run_ranks(1, run_job, config, "evaluation", (0,))
+    assert sent == ["evaluation"]
+    saved = Path(config.checkpoint.dir) / paths.step_directory_name(2)
+    assert common_of(saved)["progress"]["evaluation_due"]
+    for _ in range(2):  # runs that end after the evaluation and, the step being saved already, without a save
+        run_ranks(1, run_job, with_settings(config, training={"steps": 2}, optimizer={"decay_steps": 6}))
+        assert [line["step"] for line in lines_of(config)] == [2]
+    run_ranks(1, run_job, config)
+    _assert_same_run(config, whole[1])
+
+
+def test_runs_cut_at_every_step_log_as_one(corpus: tuple[str, str], tmp_path: Path, whole: dict[int, Config]) -> None:
+    config = _config(corpus, tmp_path, checkpoint={"asynchronous": False})
+    for _ in range(6):
+        ended, _, _ = run_ranks(1, run_job, config, "a step", (0,))[0]
+        if ended == "done":
+            break
+    steps = paths.step_directories(Path(config.checkpoint.dir))
+    assert len(steps) == 3, "kept: the last three of six"
+    _assert_same_run(config, whole[1])
+
+
+def test_other_corpora_are_refused_before_the_next_step(corpus: tuple[str, str], tmp_path: Path) -> None:
+    config = _config(corpus, tmp_path, training={"steps": 2})
+    run_ranks(1, run_job, config)
+    other = write_corpus(tmp_path / "other", num_documents=40)
+    changed = with_settings(config, data={"train": (other,)}, training={"steps": 4}, optimizer={"decay_steps": 2})
+    with pytest.raises(AssertionError, match="required: the same corpora") as caught:
+        run_ranks(1, run_job, changed)
+    assert CheckpointError.__name__ in str(caught.value)
+    assert paths.step_directories(Path(config.checkpoint.dir))[-1].name == paths.step_directory_name(2)
+
+
+def test_a_new_run_among_the_checkpoints_of_another_is_refused(corpus: tuple[str, str], tmp_path: Path) -> None:
+    from megatron_dmtd.platform import prepare_megatron
+
+    prepare_megatron()
+    from megatron_dmtd.training.loop import resume_directory
+
+    config = _config(corpus, tmp_path, training={"steps": 2}, checkpoint={"resume": False})
+    assert resume_directory(config) is None
+    run_ranks(1, run_job, config)
+    with pytest.raises(ConfigError, match=r"checkpoint.resume is false"):
+        resume_directory(config)
+    (Path(config.checkpoint.dir) / paths.LATEST_FILE).unlink()
+    with pytest.raises(ConfigError, match="no `latest` file"):
+        resume_directory(with_settings(config, checkpoint={"resume": True}))
+    assert resume_directory(with_settings(config, checkpoint={"dir": ""})) is None
+
+
+def test_a_log_that_rank_0_refuses_is_refused_on_every_rank(corpus: tuple[str, str], tmp_path: Path) -> None:
+    config = _config(corpus, tmp_path)
+    folder = Path(config.logging.dir)
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("not a log\n")
+    with pytest.raises(AssertionError, match=r"found: rank 0: .*metrics.jsonl, line 1"):
+        run_ranks(2, run_job, config)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(AssertionError, match=r"found: rank 0: logging.dir: .*Not a directory"):
+        run_ranks(2, run_job, with_settings(config, logging={"dir": str(tmp_path / "file" / "log")}))
