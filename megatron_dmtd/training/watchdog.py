@@ -103,7 +103,7 @@ class Watchdog:
 
     @property
     def period_s(self) -> float:
-        """Seconds between signs. A report comes at most four of them after the limit."""
+        """Seconds between signs. The report comes at most four of them after the limit, the end of the process at most eight."""
         return min(5.0, max(0.1, self._limit_s / 8))
 
     def start(self) -> None:
@@ -165,6 +165,8 @@ class Watchdog:
         if self._sign.beats != beats or self._is_over.is_set():  # it was only slow
             return
         os.write(2, self._report(before, self._read()).encode(errors="replace"))
+        # The others stalled a little later and are about to report too; the first exit would break their collectives before that.
+        time.sleep(4 * self.period_s)
         os._exit(exit_codes.STALLED)
 
     def _report(self, before: list[Sign | None], after: list[Sign | None]) -> str:

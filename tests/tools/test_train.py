@@ -1,152 +1,128 @@
-"""The real entry, as a user starts it: it trains, saves, logs and goes on; what cannot run is refused and leaves no file."""
+"""`tools/train.py` as users and schedulers start it: signals, kills in the middle of a save, and its exit statuses.
 
-import os
+Short cases run by default; the long ones are marked slow.
+"""
+
+from __future__ import annotations
+
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_dmtd.config import Config, to_yaml
-from megatron_dmtd.training.log import read_metrics
-from megatron_dmtd.training.paths import latest_directory
+from megatron_dmtd.config import Config
+from megatron_dmtd.training import checksums, exit_codes, paths
+from tests.support.checkpoints import ROOT, Job, common_of
+from tests.support.jobs import lines_of
 from tests.support.tiny import tiny_config, with_settings
-from tools.train import main
 
-ROOT = Path(__file__).parents[2]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+pytestmark = pytest.mark.multiprocess
 
 
-def settings(corpus: tuple[str, str], folder: Path) -> Config:
-    return with_settings(
-        tiny_config(),
+def _config(corpus: tuple[str, str], folder: Path, steps: int = 1000, **sections: Any) -> Config:
+    config = with_settings(
+        tiny_config(training={"steps": steps}, optimizer={"decay_steps": 10}),
         data={"train": (corpus[0],), "valid": (corpus[1],)},
-        training={"steps": 3, "eval_batches": 1},
-        optimizer={"warmup_steps": 1, "decay_steps": 5},
         checkpoint={"dir": str(folder / "checkpoints"), "interval": 0},
-        logging={"dir": str(folder / "logs")},
+        logging={"dir": str(folder / "log")},
     )
+    return with_settings(config, **sections)
 
 
-def start(command: list[str], config: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """`command tools/train.py --config CONFIG OPTIONS`, from the repository's root."""
-    return subprocess.run(
-        [*command, "tools/train.py", "--config", str(config), *options],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
+def _newest(config: Config) -> Path:
+    directory = paths.latest_directory(Path(config.checkpoint.dir))
+    assert directory is not None
+    return directory
+
+
+def _catches(process: subprocess.Popen[bytes], number: int) -> bool:
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    caught = int(status.split("SigCgt:")[1].split()[0], 16)
+    return bool(caught >> (number - 1) & 1)
+
+
+def test_help_tells_the_exit_statuses() -> None:
+    shown = subprocess.run(
+        [sys.executable, "tools/train.py", "--help"], cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
+    assert shown.returncode == 0
+    words = " ".join(shown.stdout.split())
+    for code, meaning in exit_codes.MEANINGS.items():
+        assert f"{code} {meaning}" in words
 
 
-@pytest.fixture(scope="module")
-def recipe(corpus, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    path = folder / "recipe.yaml"
-    path.write_text(to_yaml(settings(corpus, folder)))
-    return path
+def test_a_signal_to_one_rank_stops_both_with_status_3_and_another_start_goes_on(corpus: tuple[str, str], tmp_path: Path) -> None:
+    config = _config(corpus, tmp_path)
+    with Job(config, tmp_path / "first", ranks=2) as job:
+        job.wait_for(lambda: "step 2/" in job.output())
+        job.send(signal.SIGUSR1, 1)
+        assert job.wait() == [exit_codes.STOPPED] * 2, job.output()
+    step = common_of(_newest(config))["progress"]["step"]
+    assert step >= 2
+    assert f"stopped by SIGUSR1 after step {step}; saved {_newest(config)}" in job.output(1)
+    with Job(with_settings(config, training={"steps": step + 1}), tmp_path / "second", ranks=2) as job:
+        assert job.wait() == [exit_codes.DONE] * 2, job.output()
+    assert f"resumed at step {step}" in job.output()
+    assert f"differs: training.steps = 1000 in the checkpoint, {step + 1} in this run (allowed" in job.output()
+    trained = [line["step"] for line in lines_of(config) if "lr" in line]
+    assert trained == list(range(1, step + 2))
 
 
-@pytest.fixture(scope="module")
-def finished(recipe) -> Path:
-    """The folder of a run of two pipeline stages, three steps long."""
-    result = start(TORCHRUN, recipe, "--parallel.pipeline", "2")
-    assert result.returncode == 0, result.stderr
-    assert "bidirectional-refresh on " in result.stdout and "2 processes" in result.stdout
-    assert "saved " in result.stdout
-    return recipe.parent
+def test_a_signal_before_the_first_step_saves_too_and_a_damaged_checkpoint_is_refused(
+    corpus: tuple[str, str], tmp_path: Path
+) -> None:
+    config = _config(corpus, tmp_path)
+    with Job(config, tmp_path / "first") as job:
+        job.wait_for(lambda: _catches(job.processes[0], signal.SIGTERM))
+        job.send(signal.SIGTERM)
+        assert job.wait() == [exit_codes.STOPPED], job.output()
+    saved = _newest(config)
+    assert saved.name == paths.step_directory_name(0)
+    checksums.verify(saved)
+    part = saved / "__0_0.distcp"
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    with Job(config, tmp_path / "second") as job:
+        assert job.wait() == [exit_codes.REFUSED], job.output()
+    assert "__0_0.distcp" in job.output() and "is not what was written" in job.output()
 
 
-@pytest.mark.multiprocess
-def test_two_stages_train_save_and_log(finished):
-    directory = latest_directory(finished / "checkpoints")
-    assert directory is not None and directory.name == "step_00000003"
-    records = read_metrics(finished / "logs" / "metrics.jsonl")
-    assert [record["step"] for record in records if "loss" in record] == [1, 2, 3]
-    (evaluation,) = [record for record in records if "eval_loss" in record]
-    assert evaluation["step"] == 3 and {f"eval_loss_phase_{phase}" for phase in range(4)} <= evaluation.keys()
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_second_signal_ends_every_rank_at_once(corpus: tuple[str, str], tmp_path: Path) -> None:
+    config = _config(corpus, tmp_path)
+    with Job(config, tmp_path / "job", ranks=2) as job:
+        job.wait_for(lambda: "step 1/" in job.output())
+        job.send(signal.SIGSTOP, 1)  # so that rank 0 waits inside a collective and cannot stop by itself
+        job.send(signal.SIGTERM, 0)
+        time.sleep(3)
+        job.send(signal.SIGUSR1, 0)
+        assert job.processes[0].wait(timeout=10) == 128 + signal.SIGUSR1, job.output()
+    assert paths.latest_directory(Path(config.checkpoint.dir)) is None
 
 
-@pytest.mark.multiprocess
-def test_one_process_goes_on_from_it(finished, recipe, tmp_path):
-    copy = tmp_path / "checkpoints"
-    subprocess.run(["cp", "-r", str(finished / "checkpoints"), str(copy)], check=True)
-    options = ["--training.steps", "5", "--checkpoint.dir", str(copy), "--logging.dir", str(tmp_path / "logs")]
-    result = start([sys.executable], recipe, *options)
-    assert result.returncode == 0, result.stderr
-    assert "resumed at step 3" in result.stdout and "1 processes" in result.stdout
-    records = read_metrics(tmp_path / "logs" / "metrics.jsonl")
-    assert [record["step"] for record in records if "loss" in record] == [4, 5]
-    directory = latest_directory(copy)
-    assert directory is not None and directory.name == "step_00000005"
-
-
-REFUSED = {
-    "unknown-key": (["--optimizer.learning_rate", "1"], "unknown setting optimizer.learning_rate", "did you mean optimizer."),
-    "split": (["--cycle.num_parallel_layers", "4"], "4 parallel layers of 4 layers", "between 1 and 3"),
-    "stages": (
-        ["--parallel.pipeline", "2", "--parallel.stage_layers", "[3, 2]"],
-        "parallel.stage_layers = 3 + 2 = 5 layers",
-        "correct parallel.stage_layers",
-    ),
-    "tau": (["--cycle.cycle_length", "0"], "cycle.cycle_length = 0", "set cycle.cycle_length to 1 or more"),
-    "mask": (["--cycle.mask_token_id", "100"], "cycle.mask_token_id = 100", "special token"),
-    "no-corpus": (["--data.train", "[nowhere/corpus]"], "no file nowhere/corpus.bin", "tools/preprocess.py"),
-    "corpus-of-another-vocabulary": (["--model.vocab_size", "60", "--cycle.mask_token_id", "59"], "60", ""),
-}
-
-
-def refusal(arguments, monkeypatch, capsys) -> str:
-    """What the command prints when it refuses `arguments`. In this process: importing Megatron anew takes seconds."""
-    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-    assert main() == 2
-    error = capsys.readouterr().err
-    assert "Traceback" not in error
-    assert all(f"{part}: " in error for part in ("found", "required", "remedy")), error
-    return error
-
-
-@pytest.mark.parametrize(("options", "found", "remedy"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_run_is_refused_and_leaves_nothing(options, found, remedy, corpus, tmp_path, monkeypatch, capsys):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(to_yaml(settings(corpus, tmp_path)))
-    error = refusal(["--config", str(recipe), *options], monkeypatch, capsys)
-    assert found in error.split("required: ")[0] and remedy in error.split("remedy: ")[1]
-    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
-
-
-def test_an_empty_corpus_is_refused(corpus, tmp_path, monkeypatch, capsys):
-    recipe, empty = tmp_path / "recipe.yaml", tmp_path / "empty"
-    recipe.write_text(to_yaml(settings(corpus, tmp_path)))
-    empty.with_suffix(".bin").touch()
-    empty.with_suffix(".idx").write_bytes(Path(corpus[0] + ".idx").read_bytes())
-    error = refusal(["--config", str(recipe), "--data.train", f"[{empty}]"], monkeypatch, capsys)
-    assert "DataError" in error and "empty.bin" in error
-    assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "logs").exists()
-
-
-def test_processes_that_the_layout_does_not_divide_are_refused(corpus, tmp_path, monkeypatch, capsys):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(to_yaml(settings(corpus, tmp_path)))
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    error = refusal(["--config", str(recipe), "--parallel.pipeline", "2"], monkeypatch, capsys)
-    assert "3 processes for tensor 1 x pipeline 2 = 2 ranks" in error
-    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
-
-
-@pytest.mark.multiprocess
-def test_a_checkpoint_of_another_model_is_refused_and_kept(finished, recipe, monkeypatch, capsys):
-    before = sorted(path.relative_to(finished) for path in finished.rglob("*"))
-    error = refusal(["--config", str(recipe), "--model.num_key_value_heads", "4"], monkeypatch, capsys)
-    assert "CheckpointError" in error and "model.num_key_value_heads = 2 in the checkpoint, 4 in this run" in error
-    assert sorted(path.relative_to(finished) for path in finished.rglob("*")) == before
-
-
-def test_a_refusal_of_the_command_itself_has_status_2(recipe, tmp_path):
-    result = start([sys.executable], recipe, "--training.stepz", "3", "--logging.dir", str(tmp_path / "logs"))
-    assert result.returncode == 2
-    assert (
-        "ConfigError\nfound: unknown setting training.stepz" in result.stderr and "did you mean training.steps?" in result.stderr
-    )
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_torchrun_sees_the_status_and_the_save(corpus: tuple[str, str], tmp_path: Path) -> None:
+    config = _config(corpus, tmp_path)
+    program = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "tools/train.py")
+    with Job(config, tmp_path / "job", program=program) as job:
+        job.wait_for(lambda: "step 2/" in job.output())
+        workers = subprocess.run(["pgrep", "-P", str(job.processes[0].pid)], capture_output=True, text=True).stdout.split()
+        assert len(workers) == 2
+        subprocess.run(["kill", "-TERM", workers[1]], check=True)
+        assert job.wait() == [1], job.output()
+    assert f"exitcode  : {exit_codes.STOPPED}" in job.output(), "torchrun's own report"
+    checksums.verify(_newest(config))
+    with Job(config, tmp_path / "agent", program=program) as job:
+        job.wait_for(lambda: "resumed at step" in job.output() and job.output().count("\nstep ") >= 1)
+        before = _newest(config)
+        job.send(signal.SIGTERM)  # to torchrun, which passes it on
+        assert job.wait() != [0]
+    assert _newest(config) != before
+    checksums.verify(_newest(config))
