@@ -20,6 +20,7 @@ LAYERS = {
     "training": 3,
     "conversion": 3,
     "inference": 4,
+    "launch": 4,
     "quickstart": 4,
 }
 #: the only imports between two rooms of one layer

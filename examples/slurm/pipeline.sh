@@ -1,0 +1,81 @@
+#!/bin/bash
+# From raw text and published weights to an evaluated model: five jobs, each waiting for those before it.
+#
+#   bash examples/slurm/pipeline.sh             # submits, and prints the numbers of the jobs
+#   DRY_RUN=1 bash examples/slurm/pipeline.sh   # shows every script, the layout and the cost; submits nothing
+#
+# If a job fails, those that wait for it are cancelled. Settings, by environment variables:
+#   SITE    the site file                              SCRIPTS  folder of the job scripts
+#   PYTHON  a Python with this project's requirements  SHARDS   tasks of the preprocessing array
+#   TRAIN   the training script                        RUN      the run's folder, below WORK_DIR
+#   CORPUS  prefix of the token files, below WORK_DIR  EXPORT   folder for the exported model, below WORK_DIR
+#   DTYPE   type that weights are exported and evaluated in
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+SCRIPTS="${SCRIPTS:-$ROOT/examples/slurm}"
+SITE="${SITE:-$ROOT/examples/slurm/site.env}"
+PYTHON="${PYTHON:-python3}"
+SHARDS="${SHARDS:-16}"
+TRAIN="${TRAIN:-train-qwen3-4b-4-nodes.sbatch}"
+CORPUS="${CORPUS:-data/corpus}"
+RUN="${RUN:-runs/qwen3-4b-bidirectional-refresh}"
+EXPORT="${EXPORT:-exported/qwen3-4b-bidirectional-refresh}"
+
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+
+launch() {
+    local script="$1"
+    shift
+    local dry_run=()
+    if [[ -n "${DRY_RUN:-}" ]]; then dry_run=(--dry-run); fi
+    "$PYTHON" "$ROOT/tools/launch.py" "$SCRIPTS/$script" --site "$SITE" "${dry_run[@]}" "$@"
+}
+
+# Submits a job once those named are done, shows its number, and leaves it in JOB.
+stage() {
+    local script="$1" after="$2"
+    shift 2
+    if [[ -n "${DRY_RUN:-}" ]]; then
+        launch "$script" "$@"
+        JOB=0
+    else
+        JOB="$(launch "$script" ${after:+--dependency "afterok:$after"} "$@")"
+        echo "$script: job $JOB${after:+, after $after}"
+    fi
+}
+
+# The token files of all shards, as a list for data.train and data.valid.
+shards() {
+    local names=() index
+    for ((index = 0; index < SHARDS; index++)); do
+        if ((SHARDS == 1)); then
+            names+=("$CORPUS-$1")
+        else
+            names+=("$(printf '%s-%05d-of-%05d-%s' "$CORPUS" "$index" "$SHARDS" "$1")")
+        fi
+    done
+    (
+        IFS=,
+        echo "[${names[*]}]"
+    )
+}
+
+# All that can be refused is refused before the first job is in the queue.
+for script in preprocess.sbatch convert.sbatch "$TRAIN" evaluate.sbatch; do
+    launch "$script" --dry-run >/dev/null
+done
+
+stage preprocess.sbatch "" --sbatch="--array=0-$((SHARDS - 1))" -- --output "$CORPUS"
+preprocessed="$JOB"
+stage convert.sbatch ""
+converted="$JOB"
+stage "$TRAIN" "$preprocessed:$converted" -- --data.train "$(shards train)" --data.valid "$(shards heldout)" \
+    --checkpoint.dir "$RUN/checkpoints" --logging.dir "$RUN"
+trained="$JOB"
+stage convert.sbatch "$trained" --sbatch=--job-name=export --replace-options -- \
+    export "$RUN/checkpoints" "$EXPORT" --dtype "${DTYPE:-bfloat16}"
+exported="$JOB"
+HELDOUT="$(shards heldout | tr -d '[]' | cut -d, -f1)" # held out of one shard: thousands of documents
+stage evaluate.sbatch "$exported" --replace-options -- \
+    "$EXPORT" --data "$HELDOUT" --output "$RUN/evaluation" --dtype "${DTYPE:-bfloat16}"

@@ -1,0 +1,140 @@
+# shellcheck shell=bash
+# Sourced at the end of a training job: preflight, then tools/train.py as one process per rank, and what to do when it ends.
+# OPTIONS holds the options of tools/train.py.
+#
+#   the trainer ends with                            the job
+#   0 done                                           ends with 0
+#   2 refused, 4 bad numbers, 6 not saved            ends with that status: a restart would not help
+#   3 stopped by a signal, after a save              is requeued and goes on
+#   anything else: a crash, a stall, a lost rank     is requeued and goes on from the newest checkpoint
+#
+# A job that restarts more than MAX_RESTARTS times without a newer checkpoint ends with the trainer's last status. A node that
+# dies never gets here: Slurm requeues the job itself (--requeue) on nodes that live.
+
+# shellcheck source=environment.sh
+source "$PROJECT_DIR/examples/slurm/environment.sh"
+
+mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+MASTER_ADDR="${HOSTS[0]}" # rank 0's node: ranks follow the order of the nodes
+MASTER_PORT="$(free_port)"
+EXIT_DIR="$LOG_DIR/exits-${SLURM_RESTART_COUNT:-0}"
+export MASTER_ADDR MASTER_PORT EXIT_DIR
+RESTARTS="$LOG_DIR/restarts.json"
+SAVE_AND_STOP=0
+STEP_PID=0
+
+# Slurm sends USR1 some minutes before the time limit (--signal), TERM at a preemption: pass them on to the ranks. Only this
+# shell gets them otherwise.
+# shellcheck disable=SC2317 # the trap calls it
+save_and_stop() {
+    SAVE_AND_STOP=1
+    say "asked to save and stop"
+    if ((STEP_PID)); then kill -USR1 "$STEP_PID" 2>/dev/null || true; fi
+}
+trap save_and_stop USR1 TERM
+
+restarts() {
+    once "$PYTHON" -m megatron_dmtd.launch.restarts "$1" --state "$RESTARTS" --limit "$MAX_RESTARTS" "${@:2}" -- "${OPTIONS[@]}"
+}
+
+# Puts the job back into the queue under its own number, away from the nodes that are named, and ends this attempt.
+requeue() {
+    local bad_nodes="${1:-}"
+    trap '' USR1 TERM # requeueing sends TERM to this shell, which has one more thing to do
+    scontrol requeue "$SLURM_JOB_ID"
+    if [[ -n "$bad_nodes" ]]; then
+        # Only a pending job's nodes may be changed, and it is pending when this attempt has been taken down.
+        local try
+        for try in {1..50}; do
+            if scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$bad_nodes" 2>/dev/null; then break; fi
+            sleep 0.2
+        done
+        say "excluded $bad_nodes (after try $try)"
+    fi
+    exit 0
+}
+
+# Ends the job with a status, or requeues it if it may restart.
+restart_or_end() {
+    local status="$1" bad_nodes="${2:-}"
+    if restarts again --status "$status"; then
+        say "requeued"
+        requeue "$bad_nodes"
+    fi
+    say "ends with status $status"
+    exit "$status"
+}
+
+# The trainer's verdict from the ranks' statuses: what cannot be mended by a restart counts most, a killed rank least.
+verdict() {
+    local srun_status="$1" status statuses
+    statuses="$(cat "$EXIT_DIR"/rank-* 2>/dev/null | sort -un | tr '\n' ' ')"
+    for status in 2 4 6 5 1; do
+        if [[ " $statuses" == *" $status "* ]]; then
+            echo "$status"
+            return
+        fi
+    done
+    # Every rank that ended on its own did so after the save.
+    if [[ "$statuses" == "3 " || "$statuses" == "0 3 " ]]; then
+        echo 3
+    else
+        echo "$srun_status"
+    fi
+}
+
+# Waits for the step that runs in the background. A trapped signal interrupts `wait`, which then has to be repeated.
+wait_for_step() {
+    local status=0
+    while :; do
+        status=0
+        wait "$STEP_PID" || status=$?
+        if ! kill -0 "$STEP_PID" 2>/dev/null; then break; fi
+    done
+    STEP_PID=0
+    return "$status"
+}
+
+rm -rf "$EXIT_DIR" && mkdir -p "$EXIT_DIR"
+say "nodes $SLURM_JOB_NODELIST, $SLURM_NTASKS ranks, meeting at $MASTER_ADDR:$MASTER_PORT; logs of the ranks in $LOG_DIR"
+restarts begin || exit $?
+
+say "preflight"
+status=0
+EXIT_DIR="" on_ranks --wait=60 bash "$PROJECT_DIR/examples/slurm/rank.sh" "$PYTHON" "$PROJECT_DIR/tools/preflight.py" \
+    --hosts "$(IFS=,; echo "${HOSTS[*]}")" --output "$LOG_DIR/preflight.json" --folder "$WORK_DIR" --min-free-gib "$MIN_FREE_GIB" \
+    --min-bandwidth-gb-s "$MIN_BANDWIDTH_GB_S" --max-clock-skew-s "$MAX_CLOCK_SKEW_S" &
+STEP_PID=$!
+wait_for_step || status=$?
+if ((SAVE_AND_STOP)); then
+    restart_or_end 3
+elif ((status)); then
+    say "preflight failed with status $status"
+    bad_nodes=""
+    if [[ -s "$LOG_DIR/preflight.json.bad_nodes" ]]; then bad_nodes="$(cat "$LOG_DIR/preflight.json.bad_nodes")"; fi
+    restart_or_end "$status" "$bad_nodes"
+fi
+
+say "training"
+RANK_0_LOG="$LOG_DIR/rank-0000.log"
+touch "$RANK_0_LOG"
+RANK_0_START=$(($(stat --format=%s "$RANK_0_LOG") + 1))
+MASTER_PORT="$(free_port)" # the preflight's may linger
+# --wait: when a rank ends, the others have this long to end too (ranks that saved still close their logs); then they are killed.
+on_ranks --wait=60 --output="$LOG_DIR/rank-%4t.log" \
+    bash "$PROJECT_DIR/examples/slurm/rank.sh" "$PYTHON" "$PROJECT_DIR/tools/train.py" "${OPTIONS[@]}" &
+STEP_PID=$!
+# Rank 0 on the console, from where this attempt starts.
+tail --bytes="+$RANK_0_START" --pid="$STEP_PID" --follow "$RANK_0_LOG" &
+TAIL_PID=$!
+if ((SAVE_AND_STOP)); then kill -USR1 "$STEP_PID" || true; fi # asked between the two steps
+status=0
+wait_for_step || status=$?
+wait "$TAIL_PID" || true
+
+status="$(verdict "$status")"
+say "the trainer ended with status $status"
+case "$status" in
+    0 | 2 | 4 | 6) exit "$status" ;;
+    *) restart_or_end "$status" ;;
+esac

@@ -1,0 +1,58 @@
+"""What a job will cost in node hours, before it is submitted.
+
+A training job's cost follows from its FLOPs and the share of the peak that the site expects; once the run has logged steps on
+as many ranks, from what these took. Any other job is charged its time limit: an upper bound. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_dmtd.launch.job import Job
+from megatron_dmtd.launch.restarts import newest_step
+from megatron_dmtd.launch.site import Site
+from megatron_dmtd.training.plan import Plan
+
+#: logged steps that a measured estimate is the median of
+_LAST_STEPS = 50
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """The estimate, and what it rests on."""
+
+    node_hours: float
+    hours: float
+    """Of one attempt after the other, without waiting in the queue."""
+    basis: str
+
+
+def estimate(job: Job, site: Site, plan: Plan | None) -> Cost:
+    """The cost of what remains of a job; `plan` is that of a training job."""
+    if plan is None:
+        hours = job.time_limit_s / 3600
+        tasks = f"{job.num_tasks} tasks of " if job.num_tasks > 1 else ""
+        basis = f"at most: {tasks}{job.num_nodes} node(s) for the whole time limit"
+        return Cost(node_hours=hours * job.num_nodes * job.num_tasks, hours=hours, basis=basis)
+    folder = plan.config.checkpoint.dir
+    done = newest_step(["--checkpoint.dir", str(Path(site.work_dir, folder))]) if folder else 0
+    remaining = max(0, plan.config.training.steps - done)
+    step_s, how = _step_seconds(job, site, plan)
+    hours = remaining * step_s / 3600
+    return Cost(node_hours=hours * job.num_nodes, hours=hours, basis=f"{remaining} steps of {step_s:.3g} s ({how})")
+
+
+def _step_seconds(job: Job, site: Site, plan: Plan) -> tuple[float, str]:
+    folder = plan.config.logging.dir
+    metrics = Path(site.work_dir, folder, "metrics.jsonl") if folder else None
+    if metrics is not None and metrics.is_file():
+        records = [json.loads(line) for line in metrics.read_text().splitlines()]
+        times = [record["step_time_s"] for record in records if "step_time_s" in record][-_LAST_STEPS:]
+        if times:
+            return statistics.median(times), f"median of the last {len(times)} logged ones; right if they ran on as many ranks"
+    peak = site.gpu_peak_tflops if job.uses_gpus else site.cpu_peak_tflops
+    flops_per_s = plan.world_size * peak * 1e12 * site.expected_mfu
+    return plan.step_flops / flops_per_s, f"{site.expected_mfu:.0%} of {peak:g} TFLOP/s on {plan.world_size} ranks"

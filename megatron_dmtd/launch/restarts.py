@@ -1,0 +1,112 @@
+"""May a job start again? Yes, until too many starts in a row have passed without a newer checkpoint.
+
+    python -m megatron_dmtd.launch.restarts begin --state FILE --limit 3 -- OPTIONS OF tools/train.py
+    python -m megatron_dmtd.launch.restarts again --state FILE --limit 3 --status 5 -- OPTIONS OF tools/train.py
+
+A job calls `begin` when it starts, since a job that loses a node has no other chance to count, and `again` when an attempt has
+failed. Exit status: 0, yes; 7, no; 2, refused. No torch: it runs before anything is known to work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_dmtd.config import load_config
+from megatron_dmtd.errors import DMTDError
+from megatron_dmtd.training.paths import latest_directory, step_of, write_atomically
+
+EXHAUSTED = 7
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempts:
+    """What a job remembers of its earlier attempts."""
+
+    number: int = 0
+    """Attempts that were begun."""
+    step: int = -1
+    """Step of the newest checkpoint when the last one began; 0 without any."""
+    without_progress: int = 0
+    """Restarts in a row that found no newer checkpoint than the attempt before."""
+    last_status: int = 1
+    """What the last failed attempt ended with; 1 where it could not say."""
+
+    def begun(self, *, step: int) -> Attempts:
+        """The same after another attempt has begun at `step`."""
+        stands_still = self.number > 0 and step <= self.step
+        return dataclasses.replace(
+            self, number=self.number + 1, step=step, without_progress=self.without_progress + 1 if stands_still else 0
+        )
+
+    def may_restart(self, *, step: int, limit: int) -> bool:
+        """Whether an attempt that got to `step` and failed may be followed by another."""
+        return step > self.step or self.without_progress < limit
+
+
+def read_attempts(path: Path) -> Attempts:
+    """The attempts that a file remembers; none where it is absent."""
+    return Attempts(**json.loads(path.read_text())) if path.is_file() else Attempts()
+
+
+def newest_step(options: Sequence[str]) -> int:
+    """Step of the newest checkpoint of a run, by the options of `tools/train.py`; 0 without any. Raises `DMTDError`."""
+    folder = load_config(options).checkpoint.dir
+    directory = latest_directory(Path(folder)) if folder else None
+    return (step_of(directory) or 0) if directory is not None else 0
+
+
+def _begin(state: Path, step: int, limit: int) -> int:
+    attempts = read_attempts(state).begun(step=step)
+    write_atomically(state, json.dumps(dataclasses.asdict(attempts)) + "\n")
+    print(f"attempt {attempts.number} begins at step {step}; {attempts.without_progress} restarts without progress", flush=True)
+    if attempts.without_progress > limit:
+        return _give_up(attempts, limit)
+    return 0
+
+
+def _again(state: Path, step: int, limit: int, status: int) -> int:
+    attempts = dataclasses.replace(read_attempts(state), last_status=status)
+    write_atomically(state, json.dumps(dataclasses.asdict(attempts)) + "\n")
+    return 0 if attempts.may_restart(step=step, limit=limit) else _give_up(attempts, limit)
+
+
+def _give_up(attempts: Attempts, limit: int) -> int:
+    print(
+        f"found: {attempts.without_progress} restarts without a checkpoint after step {attempts.step}; the last attempt ended "
+        f"with status {attempts.last_status}\n"
+        f"required: a newer checkpoint at least every {limit} restarts (MAX_RESTARTS)\n"
+        "remedy: read the logs of the ranks (docs/slurm.md), mend the cause, submit again: the run goes on from its checkpoint",
+        file=sys.stderr,
+        flush=True,
+    )
+    return EXHAUSTED
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    cut = words.index("--") if "--" in words else len(words)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["begin", "again"])
+    parser.add_argument("--state", type=Path, required=True, help="file that remembers the attempts of a job")
+    parser.add_argument("--limit", type=int, required=True, help="restarts in a row without a newer checkpoint")
+    parser.add_argument("--status", type=int, default=1, help="with `again`: exit status of the attempt")
+    parsed = parser.parse_args(words[:cut])
+    try:
+        step = newest_step(words[cut + 1 :])
+    except DMTDError as error:
+        print(f"{type(error).__name__}\n{error}", file=sys.stderr)
+        return 2
+    if parsed.action == "begin":
+        return _begin(parsed.state, step, parsed.limit)
+    return _again(parsed.state, step, parsed.limit, parsed.status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Check every node of a job before its first step: one process per rank, started as the training will be.
+
+    srun tools/preflight.py --hosts node1,node2 --folder /shared/work --output preflight.json
+
+Versions, free disk, shared folder, clocks, GPUs and their arithmetic, transfers between neighbouring nodes and an all-reduce over
+all ranks. Names the bad node and says what to do. examples/slurm/train.sh runs it. Exit status: 0, ready; 8, not ready.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_dmtd.launch.preflight import FAILED, Job, describe, run_preflight, write_result
+from megatron_dmtd.launch.verdict import Limits
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--hosts", required=True, help="the nodes in the order of ranks, with commas between them")
+    add("--folder", required=True, help="the work folder that all nodes share")
+    add("--output", type=Path, required=True, help="file for what was seen, as JSON; OUTPUT.bad_nodes names the nodes to avoid")
+    add("--min-free-gib", type=float, default=0.0, help="free space in the folder")
+    add("--min-bandwidth-gb-s", type=float, default=0.0, help="slowest acceptable transfers between GPUs")
+    add("--max-clock-skew-s", type=float, default=2.0, help="how far clocks may differ (default: %(default)s)")
+    add("--timeout-s", type=float, default=120.0, help="time that each phase may take (default: %(default)s)")
+    parsed = parser.parse_args(arguments)
+    hosts = parsed.hosts.split(",")
+    job = Job(
+        rank=int(os.environ["RANK"]),
+        local_rank=int(os.environ["LOCAL_RANK"]),
+        hosts=hosts,
+        ranks_per_node=int(os.environ["WORLD_SIZE"]) // len(hosts),
+        folder=parsed.folder,
+        timeout_s=parsed.timeout_s,
+    )
+    limits = Limits(
+        min_free_gib=parsed.min_free_gib,
+        min_bandwidth_gb_s=parsed.min_bandwidth_gb_s,
+        max_clock_skew_s=parsed.max_clock_skew_s,
+    )
+    result, is_good = run_preflight(job, limits)
+    if result is not None:
+        write_result(parsed.output, result)
+        print(describe(result, job), flush=True)
+    return 0 if is_good else FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
