@@ -173,3 +173,36 @@ def test_parameters_are_those_of_megatrons_gpt_model(variant: str) -> None:
         torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
     else:
         assert (found - expected).abs().max() > 0.1
+
+
+def megatron_gradients(config: Config, own: dict[str, torch.Tensor], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Gradients of the summed next-token loss of one row, by the names of a whole model."""
+    model = megatron_model(config, own)
+    slots = tokens.shape[1]
+    labels = tokens.roll(-1, dims=1)
+    loss = model(tokens, torch.arange(slots)[None], labels, document_lengths=((slots,),))
+    loss[:, :-1].sum().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("model", [{}, {"tie_word_embeddings": False, "qk_norm": False}], ids=["qwen3-tied", "llama-untied"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_megatron_gradients_equal_hugging_face_autograd(variant: str, model: dict[str, Any]) -> None:
+    """Level: fp32 tolerance, relative to the largest entry of each gradient; both are sums of thousands of terms."""
+    from megatron_dmtd.conversion.rules import to_hf
+    from megatron_dmtd.hf import DMTDQwen3Config, DMTDQwen3ForCausalLM
+
+    config = tiny_config(variant, model=model)
+    weights = {name: tensor * (0.3 if "embed" in name else 1.0) for name, tensor in wide_weights(config).items()}
+    tokens = _tokens(1, 32, seed=5)
+    found = to_hf(config.model, run_ranks(1, megatron_gradients, config, own_tensors(config, weights), tokens)[0])
+    reference = DMTDQwen3ForCausalLM(DMTDQwen3Config(**to_hf_config(config.model, config.cycle))).double()
+    reference.load_state_dict(weights, strict=False)
+    (reference(tokens, labels=tokens).loss * 31).backward()
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters() if parameter.grad is not None}
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert gradient.abs().max() > 1e-3, f"{name} has no gradient to compare"
+        error = (found[name].double() - gradient).abs().max() / gradient.abs().max()
+        assert error < 1e-4, (name, error.item())
