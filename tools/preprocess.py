@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import get_args
 
 from megatron_dmtd.data.documents import RecordKeys
 from megatron_dmtd.data.inputs import open_inputs
@@ -142,7 +143,31 @@ def _inspect(arguments: Sequence[str]) -> int:
     return 0
 
 
-_COMMANDS = {"verify": _verify, "inspect": _inspect}
+def _packing(arguments: Sequence[str]) -> int:
+    from megatron_dmtd.data.dataset import PackedDataset
+    from megatron_dmtd.data.packing import Packing
+
+    parser = argparse.ArgumentParser(
+        prog="preprocess.py packing", description="Tell how much padding and how many cut documents each way of packing costs."
+    )
+    parser.add_argument("prefix", nargs="+", help="token files, as one corpus")
+    parser.add_argument("--seq-length", type=int, required=True, help="slots per row")
+    parser.add_argument("--cycle-length", type=int, default=4, help="tokens per cycle (default: 4)")
+    parsed = parser.parse_args(arguments)
+    for packing in get_args(Packing):
+        dataset = PackedDataset(
+            parsed.prefix,
+            seq_length=parsed.seq_length,
+            cycle_length=parsed.cycle_length,
+            pad_token_id=0,
+            shuffle_seed=0,
+            packing=packing,
+        )
+        print(f"{packing}: {dataset.report()}")
+    return 0
+
+
+_COMMANDS = {"verify": _verify, "inspect": _inspect, "packing": _packing}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """Rows of a packed corpus by number: row i is the same on every rank, machine and layout, and after every restart.
 
-Rows count over all epochs, 0 to infinity; the documents are shuffled anew for each epoch. Nothing here is state: a run is resumed
+Rows count over all epochs, 0 to infinity; the documents, and the rows that they
+fill, are shuffled anew for each epoch. Nothing here is state: a run is resumed
 by the number of its next row. Which rank takes which row is the loader's business. With a cache, what grows with the corpus lies
 on disk and is memory-mapped.
 
@@ -238,8 +239,8 @@ class PackedDataset:
             return plan.arrays, asdict(plan.counts)
 
         arrays, numbers = cached(Path(self._cache_dir), self._cache_key(epoch), build)
-        kind = BestFitPlan if self._packing == "best-fit" else EpochPlan
-        return kind.restore(arrays, PlanCounts(**numbers), seq_length=self.seq_length, cycle_length=self.cycle_length)
+        counts = PlanCounts(**numbers)
+        return self._plan_type.restore(arrays, counts, seq_length=self.seq_length, cycle_length=self.cycle_length)
 
     def _cache_key(self, epoch: int) -> dict[str, object]:
         return {
@@ -255,11 +256,18 @@ class PackedDataset:
     def _build_plan(self, epoch: int) -> EpochPlan:
         lengths_D = np.concatenate([file.document_lengths_D for file in self._files])
         order_D = epoch_order(self.num_documents, shuffle_seed=self.shuffle_seed, epoch=epoch)
-        if self._packing == "concatenate":
-            return EpochPlan(lengths_D, order_D, seq_length=self.seq_length, cycle_length=self.cycle_length)
-        shuffled = self.shuffle_seed is not None
-        row_order = partial(epoch_order, shuffle_seed=self.shuffle_seed, epoch=epoch) if shuffled else None
-        return BestFitPlan(lengths_D, order_D, seq_length=self.seq_length, cycle_length=self.cycle_length, row_order=row_order)
+        rows = partial(epoch_order, shuffle_seed=self.shuffle_seed, epoch=epoch, stream=1)
+        return self._plan_type(
+            lengths_D,
+            order_D,
+            seq_length=self.seq_length,
+            cycle_length=self.cycle_length,
+            row_order=None if self.shuffle_seed is None else rows,
+        )
+
+    @property
+    def _plan_type(self) -> type[EpochPlan]:
+        return BestFitPlan if self._packing == "best-fit" else EpochPlan
 
     def _place(self, document: int) -> tuple[int, int]:
         """The file that holds a document of the corpus, and its number there."""

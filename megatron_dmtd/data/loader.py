@@ -2,14 +2,18 @@
 
 Global batch k of a run holds the rows k G to (k + 1) G - 1, however many ranks share them, so a run may be resumed on another
 number of ranks. Tensor- and pipeline-parallel ranks of one replica ask for the same rows and read the same data: nothing is
-broadcast. All randomness is the dataset's; there is no thread and no state but the next row.
+broadcast. All randomness is the dataset's, and there is no state but the next row. `prefetched` reads ahead on a thread of its
+own, which changes no batch.
 
 Shape legend: B rows, N slots per row; G rows per global batch.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,3 +68,46 @@ def batches(
             batch_begin += global_batch_size
 
     return generate()
+
+
+def prefetched(iterator: Iterator[Batch], *, depth: int) -> Iterator[Batch]:
+    """The batches of `iterator`, up to `depth` of them read ahead by a thread, so that a slow disk is waited for only when it is
+    slower than training for that long. 0 reads without a thread. What reading raises is raised where its batch is asked for.
+    """
+    return iterator if depth == 0 else _read_ahead(iterator, depth)
+
+
+def _read_ahead(iterator: Iterator[Batch], depth: int) -> Iterator[Batch]:
+    ready: queue.Queue[tuple[Batch | None, BaseException | None]] = queue.Queue(depth)
+    stopped = threading.Event()
+
+    def put(item: Any) -> None:
+        while not stopped.is_set():
+            try:
+                return ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def read() -> None:
+        try:
+            for batch in iterator:
+                put((batch, None))
+                if stopped.is_set():
+                    return
+            put((None, None))
+        except BaseException as error:
+            put((None, error))
+
+    thread = threading.Thread(target=read, name="read ahead", daemon=True)
+    thread.start()
+    try:
+        while True:
+            batch, error = ready.get()
+            if error is not None:
+                raise error
+            if batch is None:
+                return
+            yield batch
+    finally:
+        stopped.set()
+        thread.join()

@@ -50,15 +50,19 @@ class Piece:
         assert (self.document == PADDING) == (self.num_inputs == 0), self
 
 
-def epoch_order(num_documents: int, *, shuffle_seed: int | None, epoch: int) -> npt.NDArray[np.int64]:
+def epoch_order(num_documents: int, *, shuffle_seed: int | None, epoch: int, stream: int = 0) -> npt.NDArray[np.int64]:
     """The order of the documents in `epoch`, int64 [D]: a permutation, or 0 .. D - 1 if `shuffle_seed` is None.
+
+    Another `stream` gives an unrelated order: that of the rows.
 
     It sorts raw Philox words instead of calling `Generator.permutation`: NumPy promises the words of a bit generator for ever,
     but not the stream of a method, and a resumed run must see the same order on any machine.
     """
     if shuffle_seed is None:
         return np.arange(num_documents, dtype=np.int64)
-    words = np.random.Philox(np.random.SeedSequence([shuffle_seed, epoch])).random_raw(num_documents)
+    words = np.random.Philox(np.random.SeedSequence([shuffle_seed, epoch, *([stream] if stream else [])])).random_raw(
+        num_documents
+    )
     return np.argsort(words, kind="stable").astype(np.int64, copy=False)
 
 
@@ -90,11 +94,13 @@ class EpochPlan:
         *,
         seq_length: int,
         cycle_length: int,
+        row_order: Callable[[int], Array] | None = None,
     ) -> None:
         """Plan the documents `order`, whose lengths in tokens are `document_lengths[order]`.
 
         `seq_length` is the number of slots per row, a multiple of `cycle_length`. Documents of fewer than 2 tokens have no
-        target; they are left out and counted in `num_skipped`.
+        target; they are left out and counted in `num_skipped`. `row_order(num_rows)` is the order of the rows, a permutation:
+        without it, the rows of a long document follow each other, and a batch may be one document.
         """
         documents_K, num_inputs_K, num_skipped = _keep(document_lengths, order, seq_length=seq_length, cycle_length=cycle_length)
         slot_ends_K = np.cumsum(complete_length(num_inputs_K, cycle_length), dtype=np.int64)
@@ -109,6 +115,8 @@ class EpochPlan:
             num_cut=int((begins_K // seq_length != (slot_ends_K - 1) // seq_length).sum()),
         )
         arrays = {"documents": documents_K, "num_inputs": num_inputs_K, "slot_ends": slot_ends_K}
+        if row_order is not None:
+            arrays["row_order"] = row_order(counts.num_rows).astype(np.int64)
         self._set(arrays, counts, seq_length=seq_length, cycle_length=cycle_length)
 
     @classmethod
@@ -148,6 +156,8 @@ class EpochPlan:
     def row(self, index: int) -> list[Piece]:
         """The pieces of row `index`, in order; their slots add up to `seq_length`."""
         assert 0 <= index < self.num_rows, (index, self.num_rows)
+        if "row_order" in self.arrays:
+            index = int(self.arrays["row_order"][index])
         slot_ends_K = self.arrays["slot_ends"]
         begin, end = index * self.seq_length, (index + 1) * self.seq_length
         pieces = []

@@ -137,3 +137,43 @@ def test_the_manifest_tells_the_highest_id_of_the_whole_file(write_tokens):
     open_dataset(prefix, vocab_size=71)
     with pytest.raises(DataError, match="token id 70 in "):
         open_dataset(prefix, vocab_size=70)
+
+
+def test_a_best_fit_corpus_holds_every_pair_once_per_epoch_and_reports_itself(write_tokens):
+    dataset = open_dataset(write_tokens(DOCUMENTS), packing="best-fit")
+    per_epoch = dataset.rows_per_epoch
+    epochs = [[dataset[epoch * per_epoch + i] for i in range(per_epoch)] for epoch in range(2)]
+    for rows in epochs:
+        assert sorted(pairs_of(rows)) == all_pairs(DOCUMENTS)
+    assert pairs_of(epochs[0]) != pairs_of(epochs[1])
+    assert "0.00 % of the documents are cut" in dataset.report()
+
+
+def with_marks(write_tokens, marks):
+    prefix = write_tokens([[1, 2, 3, 4], [5, 6]])
+    write_tokens(marks, name="corpus.loss", dtype=np.uint8)
+    Path(prefix + ".json").write_text(json.dumps(manifest(num_tokens=6, max_token_id=6, loss="assistant")))
+    return prefix
+
+
+def test_marks_decide_which_targets_carry_loss(write_tokens):
+    plain = write_tokens([[7, 8, 9]], name="plain")  # a corpus without marks beside one with marks
+    dataset = open_dataset(with_marks(write_tokens, [[1, 0, 1, 1], [0, 0]]), plain, shuffle_seed=None)
+    row = dataset[0]
+    assert row.labels_N[row.loss_mask_N == 1].tolist() == [3, 4, 8, 9]
+    assert row.labels_N[:3].tolist() == [2, 3, 4]  # the others are predicted all the same, without loss
+
+
+@pytest.mark.parametrize("marks", [[[1, 0, 1, 1]], [[1, 0, 1, 1], [0]]])
+def test_marks_of_another_corpus_are_refused(write_tokens, marks):
+    with pytest.raises(DataError, match="loss marks for"):
+        open_dataset(with_marks(write_tokens, marks))
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best-fit"])
+def test_the_rows_of_a_long_document_do_not_follow_each_other(write_tokens, packing):
+    dataset = open_dataset(write_tokens([[1000 * d + i for i in range(1, 400)] for d in range(1, 9)]), packing=packing)
+    documents = [int(dataset[i].tokens_N[0]) // 1000 for i in range(dataset.rows_per_epoch)]
+    assert len(documents) > 190
+    neighbours = sum(a == b for a, b in itertools.pairwise(documents))
+    assert neighbours < len(documents) / 4  # one in eight by chance

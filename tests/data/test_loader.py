@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_dmtd.data.dataset import PackedDataset
-from megatron_dmtd.data.loader import batches, collate
+from megatron_dmtd.data.loader import batches, collate, prefetched
 
 GLOBAL = 12
 #: 37 documents, so that rows per epoch and the global batch do not divide each other
@@ -111,3 +111,37 @@ def test_collated_rows_keep_their_types_and_lengths(dataset):
 def test_a_batch_that_ranks_do_not_divide_fails_at_the_call(dataset):
     with pytest.raises(AssertionError, match="global batch of 12 rows, 5 rows x 1 ranks"):
         rank_batches(dataset, micro=5)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 5])
+def test_reading_ahead_changes_no_batch(dataset, depth):
+    expected = list(rank_batches(dataset, micro=2, end_row=dataset.rows_per_epoch))
+    got = list(prefetched(rank_batches(dataset, micro=2, end_row=dataset.rows_per_epoch), depth=depth))
+    assert len(got) == len(expected) > 5
+    assert all(torch.equal(a.tokens_BN, b.tokens_BN) for a, b in zip(got, expected))
+
+
+def test_reading_ahead_goes_so_far_and_ends_with_its_reader(dataset):
+    import threading
+    import time
+
+    drawn = []
+    endless = rank_batches(dataset)
+    stream = prefetched((drawn.append(1) or batch for batch in endless), depth=3)
+    next(stream)
+    time.sleep(0.2)
+    assert 2 <= len(drawn) <= 5  # one given, three ready, one in hand
+    assert "read ahead" in {thread.name for thread in threading.enumerate()}
+    del stream
+    assert "read ahead" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_an_error_in_reading_reaches_the_reader_at_its_batch(dataset):
+    def broken():
+        yield next(rank_batches(dataset))
+        raise ZeroDivisionError("the disk")
+
+    stream = prefetched(broken(), depth=2)
+    next(stream)
+    with pytest.raises(ZeroDivisionError, match="the disk"):
+        next(stream)

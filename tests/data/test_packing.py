@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_dmtd.cycle import complete_length, phase
 from megatron_dmtd.data.dataset import fill_row
-from megatron_dmtd.data.packing import PADDING, EpochPlan, Piece, epoch_order
+from megatron_dmtd.data.packing import PADDING, BestFitPlan, EpochPlan, Piece, epoch_order, packing_report
 
 PAD = 7
 
@@ -180,3 +180,129 @@ def test_epoch_orders_are_these_on_every_machine():
 def test_an_order_is_a_permutation_and_none_keeps_the_order_of_the_files():
     assert sorted(epoch_order(1000, shuffle_seed=0, epoch=3).tolist()) == list(range(1000))
     assert epoch_order(4, shuffle_seed=None, epoch=5).tolist() == [0, 1, 2, 3]
+
+
+def best_fit_of(corpus, *, shuffled=False):
+    lengths, order, seq_length, cycle_length = corpus
+    row_order = (lambda num_rows: epoch_order(num_rows, shuffle_seed=1, epoch=0)) if shuffled else None
+    return BestFitPlan(lengths, order, seq_length=seq_length, cycle_length=cycle_length, row_order=row_order)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(corpora(), st.booleans())
+def test_best_fit_holds_every_target_once_and_cuts_no_document_that_fits_a_row(corpus, shuffled):
+    lengths, _, seq_length, _ = corpus
+    plan = best_fit_of(corpus, shuffled=shuffled)
+    rows = slots_of_plan(plan)
+    seen = sorted(slot for row in rows for slot in row if slot is not None)
+    assert seen == [(document, i) for document, length in enumerate(lengths) for i in range(length - 1)]
+    assert plan.num_targets == len(seen) and plan.num_skipped == sum(length < 2 for length in lengths)
+    for document, length in enumerate(lengths):
+        holding = sum(any(slot is not None and slot[0] == document for slot in row) for row in rows)
+        assert holding == -(-(length - 1) // seq_length) if length > 1 else holding == 0
+    assert plan.counts.num_cut == sum(length - 1 > seq_length for length in lengths)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(corpora())
+def test_best_fit_rows_carry_real_targets_that_cross_no_document_in_one_cycle_layout(corpus):
+    _, _, seq_length, cycle_length = corpus
+    plan = best_fit_of(corpus)
+    for index in range(plan.num_rows):
+        pieces = plan.row(index)
+        assert all(phase(piece.num_slots, cycle_length) == 0 and piece.num_slots > 0 for piece in pieces)
+        assert all(piece.document != PADDING for piece in pieces[:-1])
+        row = fill_row(pieces, read, seq_length=seq_length, pad_token_id=PAD)
+        real = row.loss_mask_N == 1
+        np.testing.assert_array_equal(row.labels_N[real], row.tokens_N[real] + 1)
+        assert sum(row.document_lengths) == seq_length
+        np.testing.assert_array_equal(row.positions_N, np.concatenate([np.arange(length) for length in row.document_lengths]))
+        np.testing.assert_array_equal(phase(row.positions_N, cycle_length), phase(np.arange(seq_length), cycle_length))
+
+
+def best_fit_decreasing_one_by_one(sizes, capacity):
+    """The definition: each piece, the largest first, goes into the bin with the least room that holds it. Rooms that remain."""
+    rooms = []
+    for size in sorted(sizes, reverse=True):
+        fitting = [nth for nth, room in enumerate(rooms) if room >= size]
+        if fitting:
+            rooms[min(fitting, key=lambda nth: rooms[nth])] -= size
+        else:
+            rooms.append(capacity - size)
+    return sorted(rooms)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.lists(st.integers(2, 41), min_size=1, max_size=40), st.integers(3, 10))
+def test_rooms_are_those_of_best_fit_decreasing_one_piece_at_a_time(lengths, row_cycles):
+    plan = BestFitPlan(lengths, range(len(lengths)), seq_length=4 * row_cycles, cycle_length=4)
+    rests = [complete_length((length - 1) % (4 * row_cycles), 4) // 4 for length in lengths if (length - 1) % (4 * row_cycles)]
+    rooms = [sum(piece.num_slots for piece in plan.row(i) if piece.document == PADDING) // 4 for i in range(plan.num_rows)]
+    whole = sum((length - 1) // (4 * row_cycles) for length in lengths)
+    assert sorted(rooms) == sorted(best_fit_decreasing_one_by_one(rests, row_cycles) + [0] * whole)
+
+
+def test_a_best_fit_row_written_out():
+    # inputs 5, 9, 3, 20: slots 8, 12, 4, and 20 = one row of 12 and a rest of 8
+    plan = BestFitPlan([6, 10, 4, 21], [0, 1, 2, 3], seq_length=12, cycle_length=4)
+    rows = [plan.row(index) for index in range(plan.num_rows)]
+    assert rows == [
+        [
+            Piece(document=0, start=0, num_inputs=5, num_slots=8),
+            Piece(document=2, start=0, num_inputs=3, num_slots=4),
+        ],
+        [Piece(document=1, start=0, num_inputs=9, num_slots=12)],
+        [Piece(document=3, start=0, num_inputs=12, num_slots=12)],
+        [
+            Piece(document=3, start=12, num_inputs=8, num_slots=8),
+            Piece(document=PADDING, start=0, num_inputs=0, num_slots=4),
+        ],
+    ]
+    assert (plan.num_targets, plan.counts.num_cut, plan.counts.num_slots) == (37, 1, 44)
+    expected = "4 documents in 4 rows of 12, 37 targets; 22.92 % of the slots are padding, 25.00 % of the documents are cut"
+    assert packing_report(plan.counts, seq_length=12) == expected
+
+
+def test_rows_of_best_fit_are_as_many_whatever_the_order():
+    lengths = np.random.default_rng(0).integers(0, 60, size=500)
+    plans = [
+        BestFitPlan(lengths, epoch_order(500, shuffle_seed=5, epoch=epoch), seq_length=32, cycle_length=4) for epoch in range(5)
+    ]
+    assert len({plan.counts for plan in plans}) == 1
+    assert plans[0].row(0) != plans[1].row(0)
+
+
+def test_concatenation_pads_less_and_best_fit_cuts_less():
+    lengths = np.random.default_rng(0).integers(2, 120, size=400)
+    concatenated = EpochPlan(lengths, range(400), seq_length=128, cycle_length=4).counts
+    fitted = BestFitPlan(lengths, range(400), seq_length=128, cycle_length=4).counts
+    assert concatenated.num_rows < fitted.num_rows < 1.05 * concatenated.num_rows
+    assert fitted.num_cut == 0 and concatenated.num_cut > 100
+
+
+def test_a_corpus_without_a_target_has_no_best_fit_rows():
+    plan = BestFitPlan([0, 1], [1, 0], seq_length=8, cycle_length=4)
+    assert (plan.num_rows, plan.num_targets, plan.num_skipped) == (0, 0, 2)
+    assert "2 without a target left out" in packing_report(plan.counts, seq_length=8)
+
+
+def test_best_fit_of_millions_of_documents_takes_seconds():
+    import time
+
+    lengths = np.random.default_rng(0).lognormal(6, 1.5, size=1_000_000).astype(np.int64)
+    started = time.process_time()
+    plan = BestFitPlan(lengths, epoch_order(lengths.size, shuffle_seed=0, epoch=0), seq_length=8192, cycle_length=4)
+    assert plan.num_targets == int((lengths - 1).clip(0).sum())
+    assert time.process_time() - started < 20
+    padding = 1 - plan.num_targets / (plan.num_rows * 8192)
+    assert padding < 0.01
+
+
+def test_shuffled_rows_are_the_same_rows_in_another_order():
+    corpus = [40, 3, 90, 17], [0, 1, 2, 3]
+    plain = EpochPlan(*corpus, seq_length=16, cycle_length=4)
+    order = epoch_order(plain.num_rows, shuffle_seed=1, epoch=0, stream=1)
+    shuffled = EpochPlan(*corpus, seq_length=16, cycle_length=4, row_order=lambda num_rows: order[:num_rows])
+    assert [shuffled.row(i) for i in range(plain.num_rows)] == [plain.row(i) for i in order.tolist()]
+    assert order.tolist() != sorted(order.tolist())
+    assert order.tolist() != epoch_order(plain.num_rows, shuffle_seed=1, epoch=0).tolist()

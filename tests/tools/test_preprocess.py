@@ -117,3 +117,14 @@ def test_an_interrupted_command_says_how_to_go_on(arguments, tmp_path, capsys, m
     monkeypatch.setattr(room, "_write", interrupted)  # Ctrl-C arrives wherever the work is
     assert main([*arguments, "--no-progress"]) == 130
     assert "the same command goes on" in capsys.readouterr().err
+
+
+def test_packing_tells_what_each_way_costs(arguments, tmp_path, capsys):
+    assert main([*arguments, "--no-progress"]) == 0
+    capsys.readouterr()
+    assert main(["packing", str(tmp_path / "out"), "--seq-length", "16"]) == 0
+    concatenated, fitted = capsys.readouterr().out.splitlines()
+    assert concatenated.startswith("concatenate: 31 documents in ") and "% of the slots are padding" in concatenated
+    assert fitted.startswith("best-fit: 31 documents in ") and fitted.endswith("0.00 % of the documents are cut")
+    assert main(["packing", str(tmp_path / "out"), "--seq-length", "15"]) == 1
+    assert "rows of 15 slots with cycles of 4" in capsys.readouterr().err

@@ -1,0 +1,81 @@
+"""Tokens per second of loading, against what a training step consumes.
+
+    python tools/bench/data.py --prefix data/python-train --seq-length 4096 --micro-batch-size 1
+    python tools/bench/data.py --prefix data/python-train --seq-length 4096 --step-tokens-per-s 20000
+
+Reads rows of the corpus in training order, each batch as training takes it, from one thread. With --step-tokens-per-s (a log line
+of training gives it: tokens/s of one rank) it says how many times faster loading is than the step that waits for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from typing import get_args
+
+from megatron_dmtd.data.dataset import PackedDataset
+from megatron_dmtd.data.loader import batches, prefetched
+from megatron_dmtd.data.packing import Packing
+
+
+def measure(dataset: PackedDataset, *, micro_batch_size: int, num_batches: int, first_row: int, depth: int) -> float:
+    """Slots per second of `num_batches` batches."""
+    stream = batches(
+        dataset,
+        first_row=first_row,
+        global_batch_size=micro_batch_size,
+        micro_batch_size=micro_batch_size,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+    )
+    started = time.perf_counter()
+    slots = sum(batch.tokens_BN.numel() for batch in itertools.islice(prefetched(stream, depth=depth), num_batches))
+    return slots / (time.perf_counter() - started)
+
+
+def main() -> int:
+    """Measure both ways of packing and print medians as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prefix", nargs="+", required=True)
+    parser.add_argument("--seq-length", type=int, default=4096)
+    parser.add_argument("--cycle-length", type=int, default=4)
+    parser.add_argument("--micro-batch-size", type=int, default=1)
+    parser.add_argument("--batches", type=int, default=200, help="batches per repeat (default: 200)")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--step-tokens-per-s", type=float, help="tokens/s that one rank of training consumes")
+    parsed = parser.parse_args()
+    report: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as cache:
+        for packing in get_args(Packing):
+            options = {"seq_length": parsed.seq_length, "cycle_length": parsed.cycle_length, "packing": packing}
+            started = time.perf_counter()
+            dataset = PackedDataset(parsed.prefix, **options, pad_token_id=0, shuffle_seed=0, cache_dir=cache)
+            built = time.perf_counter()
+            PackedDataset(parsed.prefix, **options, pad_token_id=0, shuffle_seed=0, cache_dir=cache)
+            figures = {"build_index_s": built - started, "open_with_index_s": time.perf_counter() - built}
+            for depth in (0, 2):
+                speeds = [
+                    measure(
+                        dataset,
+                        micro_batch_size=parsed.micro_batch_size,
+                        num_batches=parsed.batches,
+                        first_row=repeat * parsed.batches * parsed.micro_batch_size,
+                        depth=depth,
+                    )
+                    for repeat in range(parsed.repeats)
+                ]
+                figures[f"tokens_per_s_prefetch_{depth}"] = statistics.median(speeds)
+            if parsed.step_tokens_per_s:
+                figures["times_faster_than_the_step"] = figures["tokens_per_s_prefetch_0"] / parsed.step_tokens_per_s
+            report[packing] = figures
+    print(json.dumps(report, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
