@@ -172,9 +172,27 @@ def _validate_stages(parallel: ParallelConfig, model: ModelConfig, cycle: CycleC
         )
 
 
+def _validate_weights(data: DataConfig) -> None:
+    _require(
+        len(data.train_weights) in (0, len(data.train)),
+        found=f"{len(data.train_weights)} data.train_weights for {len(data.train)} corpora in data.train",
+        required="one weight per corpus, or none",
+        remedy="name a weight for each corpus",
+    )
+    for weight in data.train_weights:
+        _require(
+            0 < weight < float("inf"),
+            found=f"data.train_weights = {list(data.train_weights)}",
+            required="positive numbers",
+            remedy="correct the weight, or leave its corpus out of data.train",
+        )
+
+
 def validate_data(data: DataConfig, config: Config) -> None:
     """Raise `ConfigError` if rows and cycles do not fit each other."""
     _require_positive("data", {"seq_length": data.seq_length})
+    _require_not_negative("data", {"shuffle_seed": data.shuffle_seed, "prefetch_batches": data.prefetch_batches})
+    _validate_weights(data)
     _require(
         data.seq_length % config.cycle.cycle_length == 0,
         found=f"data.seq_length = {data.seq_length} with cycle.cycle_length = {config.cycle.cycle_length}",

@@ -43,18 +43,25 @@ class ControlIds:
     """A token not yet known. May lie beyond the tokenizer's own ids."""
 
 
+_REQUIRED = "a folder with a Hugging Face fast tokenizer (tokenizer.json, tokenizer_config.json)"
+
+
+def _tokenizer_file(directory: str | Path) -> Path:
+    file = Path(directory) / "tokenizer.json"
+    if not file.is_file():
+        raise DataError(found=f"no file {file}", required=_REQUIRED, remedy="check the path, or run tools/train_tokenizer.py")
+    return file
+
+
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
     """The tokenizer saved in `directory`. Raises `DataError` if there is none, or it has no EOS."""
-    file = Path(directory) / "tokenizer.json"
-    required = "a folder with a Hugging Face fast tokenizer (tokenizer.json, tokenizer_config.json)"
-    if not file.is_file():
-        raise DataError(found=f"no file {file}", required=required, remedy="check the path, or run tools/train_tokenizer.py")
+    file = _tokenizer_file(directory)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # seconds of import
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare Exception for a damaged file
-        raise DataError(found=f"{file}: {error}", required=required, remedy="make or copy the folder again") from error
+        raise DataError(found=f"{file}: {error}", required=_REQUIRED, remedy="make or copy the folder again") from error
     if tokenizer.eos_token_id is None:
         raise DataError(
             found=f"the tokenizer in {directory} has no EOS token",
@@ -66,8 +73,8 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
 
 
 def tokenizer_sha256(directory: str | Path) -> str:
-    """Digest of the folder's `tokenizer.json`, by which a corpus knows what made it."""
-    return hashlib.sha256((Path(directory) / "tokenizer.json").read_bytes()).hexdigest()
+    """Digest of the folder's `tokenizer.json`, by which a corpus knows what made it. Raises `DataError` if there is none."""
+    return hashlib.sha256(_tokenizer_file(directory).read_bytes()).hexdigest()
 
 
 def control_ids(tokenizer: PreTrainedTokenizerFast, *, mask_token_id: int | None = None) -> ControlIds:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +18,10 @@ from megatron.core import parallel_state
 
 from megatron_dmtd.config import Config, to_dict, validate
 from megatron_dmtd.data.batch import Batch
-from megatron_dmtd.data.dataset import PackedDataset
-from megatron_dmtd.data.loader import batches
+from megatron_dmtd.data.blending import BlendedDataset
+from megatron_dmtd.data.dataset import PackedDataset, RowSource
+from megatron_dmtd.data.loader import batches, prefetched
+from megatron_dmtd.data.verify import check_tokenizer
 from megatron_dmtd.errors import CheckpointError, ConfigError, DMTDError
 from megatron_dmtd.parallel.groups import init_parallel, rank_of_environment, world_size_of_environment
 from megatron_dmtd.platform import Platform
@@ -38,19 +41,34 @@ from megatron_dmtd.training.watchdog import Watchdog, watched
 
 
 def _dataset(config: Config, prefixes: tuple[str, ...], *, shuffled: bool) -> PackedDataset:
+    data = config.data
+    if data.tokenizer:
+        for prefix in prefixes:
+            check_tokenizer(prefix, data.tokenizer)
     return PackedDataset(
         prefixes,
-        seq_length=config.data.seq_length,
+        seq_length=data.seq_length,
         cycle_length=config.cycle.cycle_length,
-        pad_token_id=config.data.pad_token_id,
-        shuffle_seed=config.data.shuffle_seed if shuffled else None,
+        pad_token_id=data.pad_token_id,
+        shuffle_seed=data.shuffle_seed if shuffled else None,
         vocab_size=config.model.vocab_size,
         mask_token_id=None if config.cycle.is_vanilla else config.cycle.mask_token_id,
+        packing=data.packing,
+        cache_dir=data.cache_dir or os.path.join(os.path.dirname("".join(prefixes[:1])), "index-cache"),
     )
 
 
-def _iterator(run: Run, dataset: PackedDataset, *, first_row: int, end_row: int | None = None) -> Iterator[Batch]:
-    return batches(
+def _training_rows(config: Config) -> PackedDataset | BlendedDataset:
+    """The training corpora as one, or blended by weight."""
+    data = config.data
+    if not data.train_weights:
+        return _dataset(config, data.train, shuffled=True)
+    corpora = [_dataset(config, (prefix,), shuffled=True) for prefix in data.train]
+    return BlendedDataset(corpora, data.train_weights, seed=data.shuffle_seed)
+
+
+def _iterator(run: Run, dataset: RowSource, *, first_row: int, end_row: int | None = None) -> Iterator[Batch]:
+    rows = batches(
         dataset,
         first_row=first_row,
         global_batch_size=run.config.training.global_batch_size,
@@ -59,6 +77,7 @@ def _iterator(run: Run, dataset: PackedDataset, *, first_row: int, end_row: int 
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
         end_row=end_row,
     )
+    return prefetched(rows, depth=run.config.data.prefetch_batches)
 
 
 def resume_directory(config: Config) -> Path | None:
@@ -86,7 +105,7 @@ def resume_directory(config: Config) -> Path | None:
 def check(config: Config, *, world_size: int) -> None:
     """Refuse, before any process group or weight exists, whatever cannot run: settings, corpora, checkpoints."""
     validate(config, world_size=world_size)
-    _dataset(config, config.data.train, shuffled=True)
+    _training_rows(config)
     if config.data.valid:
         _dataset(config, config.data.valid, shuffled=False)
     if (directory := resume_directory(config)) is not None:
@@ -205,7 +224,7 @@ class Trainer:
     def _open_data(self) -> None:
         config = self.run.config
         self._beat("building data indices", allowed_s=config.parallel.timeout_s)
-        dataset = _dataset(config, config.data.train, shuffled=True)
+        dataset = _training_rows(config)
         self._held_out = _dataset(config, config.data.valid, shuffled=False) if config.data.valid else None
         corpus = [dataset.rows_per_epoch, dataset.targets_per_epoch]
         if self.progress.corpus and self.progress.corpus != corpus:

@@ -189,8 +189,9 @@ def test_a_tokenizer_without_eos_is_refused(directory, tmp_path):
 
 
 def test_a_missing_tokenizer_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"no file .*tokenizer\.json"):
-        load_tokenizer(tmp_path)
+    for read in (load_tokenizer, tokenizer_sha256):
+        with pytest.raises(DataError, match=r"no file .*tokenizer\.json"):
+            read(tmp_path)
 
 
 def test_a_damaged_tokenizer_is_refused(directory, tmp_path):
