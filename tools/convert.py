@@ -134,9 +134,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     dtype = _DTYPES.get(arguments.dtype)
     comparison = compare(first, second, dtype=dtype, ignore_cycles=arguments.any_method)
     lines = _names_only(comparison) if arguments.command == "verify" else _with_sizes(comparison)
-    verdict = "the same model" if comparison.is_equal else f"{len(lines)} difference(s)"
-    if arguments.command == "diff" and not comparison.is_equal:
-        verdict = "different"
+    verdict = "the same model" if comparison.is_equal else "different"
     print("\n".join((*lines, f"{verdict}: {comparison.num_equal} tensors equal bit for bit")))
     return 0 if comparison.is_equal else 1
 

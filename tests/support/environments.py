@@ -9,21 +9,22 @@ import sysconfig
 from pathlib import Path
 
 
-def make_environment(folder: Path, packages: tuple[str, ...] = ()) -> Path:
+def make_environment(folder: Path, packages: tuple[str, ...] = (), *, with_dependencies: bool = False) -> Path:
     """A virtual environment whose interpreter does not know this project. Returns the interpreter.
 
-    `packages`, with what they depend on, come from the package index; everything else, torch above all, is read where the tests'
-    own interpreter has it. That folder comes last, and `.pth` files in it (an editable install of this project) have no effect.
+    `packages` come from the package index, `with_dependencies` also what they need and the tests' own interpreter lacks;
+    everything else, torch above all, is read where that interpreter has it. Its folder comes last on the path, and `.pth` files
+    in it (an editable install of this project) have no effect.
     """
     command = [sys.executable, "-m", "venv", str(folder)]
     subprocess.run(command if packages else [*command, "--without-pip"], check=True)
     python = folder / "bin" / "python"
-    if packages:
-        subprocess.run(
-            [python, "-m", "pip", "install", "-q", "--no-deps", *packages], check=True, capture_output=True, timeout=500
-        )
     own = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
     (own / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    if packages:
+        options = () if with_dependencies else ("--no-deps",)
+        install = [python, "-m", "pip", "install", "-q", *options, *packages]
+        subprocess.run(install, check=True, capture_output=True, timeout=900)
     return python
 
 

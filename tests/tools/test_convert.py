@@ -1,5 +1,6 @@
 """The command. What the conversions do is tested in tests/conversion."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -79,3 +80,74 @@ def test_it_runs_as_a_command_without_megatron(hf_directory):
     result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "Hugging Face directory" in result.stdout
+
+
+def test_verify_and_diff_tell_equal_from_different_by_their_status(hf_directory, tmp_path, capsys):
+    start, other = str(tmp_path / "start"), str(tmp_path / "other")
+    assert main(["import", hf_directory, start, *CYCLE_OPTIONS]) == 0
+    assert main(["export", start, other, "--dtype", "bfloat16"]) == 0
+    for command in ("verify", "diff"):
+        capsys.readouterr()
+        assert main([command, start, other, "--dtype", "bfloat16"]) == 0
+        assert capsys.readouterr().out == "the same model: 24 tensors equal bit for bit\n"
+        assert main([command, hf_directory, start, "--any-method"]) == 0
+        assert main([command, hf_directory, start]) == 1
+        assert "cycle.variant is vanilla and causal-refresh\n" in capsys.readouterr().out
+        assert main([command, start, other]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "different: 0 tensors equal bit for bit"
+    sizes = [float(line.split()[0]) for line in lines if line.endswith(".weight") and line.lstrip()[0].isdigit()]
+    assert len(sizes) > 10 and sizes == sorted(sizes, reverse=True) and 0 < sizes[0] < 2**-8
+    assert main(["verify", start, str(tmp_path / "absent")]) == 2
+
+
+def _run_limited(arguments: list[str], *, file_bytes: int) -> subprocess.CompletedProcess[str]:
+    """The command in a process whose files cannot grow beyond a size: writing fails in its middle, as on a full disk."""
+    code = (
+        "import resource, runpy, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({file_bytes}, {file_bytes})); "
+        f"sys.argv = ['convert.py', *{arguments!r}]; runpy.run_path('tools/convert.py', run_name='__main__')"
+    )
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    root = Path(__file__).parents[2]
+    return subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, env=environment)
+
+
+def test_a_write_that_fails_in_its_middle_leaves_nothing(hf_directory, tmp_path):
+    assert main(["import", hf_directory, str(tmp_path / "start")]) == 0
+    for command, source in (("import", hf_directory), ("export", str(tmp_path / "start"))):
+        result = _run_limited([command, source, str(tmp_path / "out")], file_bytes=1500)
+        assert result.returncode == 2, result.stderr
+        assert "File too large while writing" in result.stderr and "Traceback" not in result.stderr
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "start"]
+
+
+def test_a_terminated_conversion_leaves_nothing(hf_directory, tmp_path):
+    """Reading one of the files takes a minute, so that the signal meets the conversion in the middle of its work."""
+    assert main(["import", hf_directory, str(tmp_path / "start")]) == 0
+    victim = next(path for path in (tmp_path / "start").glob("*.distcp") if path.stat().st_size > 2000)
+    code = (
+        "import builtins, runpy, sys, time\n"
+        "original = builtins.open\n"
+        "def slow(path, *rest, **options):\n"
+        f"    if str(path) == {str(victim)!r}:\n"
+        "        print('reading', flush=True)\n"
+        "        time.sleep(60)\n"
+        "    return original(path, *rest, **options)\n"
+        "builtins.open = slow\n"
+        f"sys.argv = ['convert.py', 'export', {str(tmp_path / 'start')!r}, {str(tmp_path / 'out')!r}]\n"
+        "runpy.run_path('tools/convert.py', run_name='__main__')\n"
+    )
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "reading\n"
+    assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".partial")]
+    process.terminate()
+    assert process.wait(30) == 128 + 15
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "start"]
+
+
+def test_gguf_and_plain_directories_are_refused_alike_when_they_are_neither(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert main(["import", str(tmp_path / "empty"), str(tmp_path / "out")]) == 2
+    assert "a Hugging Face model directory" in capsys.readouterr().err
