@@ -10,6 +10,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dmtd.config import Config
 from megatron_dmtd.errors import CheckpointError
@@ -42,7 +43,7 @@ def _verify_together(step_directory: Path) -> None:
 def _load(request: dict[str, Any], step_directory: Path) -> dict[str, Any]:
     try:
         return dist_checkpointing.load(request, str(step_directory))
-    except (CheckpointingException, OSError, EOFError, pickle.UnpicklingError) as error:
+    except (CheckpointException, CheckpointingException, OSError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(
             found=f"{step_directory} cannot be read: {type(error).__name__}: {error}",
             required="a checkpoint of this model, whole",

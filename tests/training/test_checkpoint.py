@@ -14,6 +14,7 @@ import torch
 from megatron_dmtd.config import Config
 from megatron_dmtd.errors import CheckpointError
 from megatron_dmtd.training import paths
+from tests.support.checkpoints import assert_same_checkpoint
 from tests.support.ranks import run_ranks
 from tests.support.tiny import VARIANTS, tiny_config, with_settings
 
@@ -64,13 +65,14 @@ def test_resuming_twice_is_bitwise_the_uninterrupted_run(
     world_size: int, parallel: dict[str, Any], precision: str, corpus: tuple[str, str], tmp_path: Path
 ) -> None:
     sections = {"parallel": parallel, "training": {"precision": precision}}
-    whole = run_ranks(world_size, train_to, _config(corpus, "", **sections), 6)
+    whole = run_ranks(world_size, train_to, _config(corpus, tmp_path / "whole", **sections), 6)
     resumed = _config(corpus, tmp_path / "run", **sections)
     parts = [run_ranks(world_size, train_to, resumed, steps) for steps in (2, 4, 6)]
     assert [part[0][2] for part in parts] == [0, 2, 4]
     for rank in range(world_size):
         assert [loss for part in parts for loss in part[rank][0]] == whole[rank][0]
         _assert_bitwise(parts[-1][rank][1], whole[rank][1])
+    assert_same_checkpoint(tmp_path / "run" / "step_00000006", tmp_path / "whole" / "step_00000006")
 
 
 @pytest.mark.multiprocess
@@ -90,8 +92,8 @@ def test_a_checkpoint_of_one_layout_resumes_in_another(tied: bool, corpus: tuple
     whole = run_ranks(1, train_to, _config(corpus, "", **model), 6)[0]
     losses: list[float] = []
     for world_size, parallel, steps in (
-        (2, {"pipeline": 2}, 2),
-        (2, {"tensor": 2}, 3),
+        (2, {"tensor": 1, "pipeline": 2}, 2),
+        (2, {"tensor": 2, "pipeline": 1}, 3),
         (2, {}, 4),
         (3, {"pipeline": 3, "stage_layers": (2, 1, 1)}, 5),
         (1, {}, 6),
@@ -141,3 +143,63 @@ def test_old_checkpoints_are_removed_and_a_partial_one_is_never_named(corpus: tu
     assert [path.name for path in paths.step_directories(tmp_path / "run")] == ["step_00000002", "step_00000003"]
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["latest", "step_00000002", "step_00000003"]
     assert (tmp_path / "run" / "latest").read_text() == "step_00000003\n"
+
+
+def _load_or_say_why_not(config: Config) -> str:
+    from megatron_dmtd.platform import prepare_megatron
+    from megatron_dmtd.training import loop
+
+    try:
+        loop.prepare(config, prepare_megatron())
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.multiprocess
+def test_a_damaged_file_of_any_kind_is_refused_by_name_on_every_rank(corpus: tuple[str, str], tmp_path: Path) -> None:
+    config = _config(corpus, tmp_path / "run")
+    run_ranks(2, train_to, config, 1)
+    directory = paths.find_step_directory(tmp_path / "run")
+    names = sorted(path.name for path in directory.iterdir())
+    assert len([name for name in names if name.endswith(".distcp")]) >= 2
+    assert {".metadata", "checksums.sha256", "common.pt", "config.yaml", "metadata.json"} < set(names)
+    for index, name in enumerate(name for name in names if name not in ("checksums.sha256", "config.yaml")):
+        path = directory / name
+        sound = path.read_bytes()
+        flipped = bytearray(sound)
+        flipped[len(sound) // 2] ^= 4
+        path.write_bytes(bytes(flipped) if index % 2 else sound[:-1])
+        found = run_ranks(2, _load_or_say_why_not, config)
+        assert found[0] == found[1]
+        assert f"{name} (" in found[0] and "is not what was written" in found[0]
+        path.write_bytes(sound)
+    assert run_ranks(2, _load_or_say_why_not, config) == ["loaded"] * 2
+
+
+@pytest.mark.multiprocess
+def test_weights_without_checksums_are_taken_from_an_import_and_not_from_a_runs_checkpoint(
+    corpus: tuple[str, str], tmp_path: Path
+) -> None:
+    run_ranks(1, train_to, _config(corpus, tmp_path / "run"), 1)
+    directory = paths.find_step_directory(tmp_path / "run")
+    (directory / paths.CHECKSUMS_FILE).unlink()
+    config = with_settings(_config(corpus, tmp_path / "new"), checkpoint={"init_from": str(directory)})
+    assert "no checksums.sha256" in run_ranks(1, _load_or_say_why_not, config)[0]
+    directory.rename(tmp_path / "imported")
+    config = with_settings(config, checkpoint={"init_from": str(tmp_path / "imported")})
+    assert run_ranks(1, _load_or_say_why_not, config) == ["loaded"]
+    for part in (tmp_path / "imported").glob("*.distcp"):
+        part.write_bytes(part.read_bytes()[:100])
+    assert "cannot be read" in run_ranks(1, _load_or_say_why_not, config)[0]
+
+
+@pytest.mark.multiprocess
+def test_a_run_changes_its_precision_and_back(corpus: tuple[str, str], tmp_path: Path) -> None:
+    steps = []
+    for precision, last in (("fp32", 2), ("bf16", 3), ("fp32", 4)):
+        config = _config(corpus, tmp_path / "run", training={"precision": precision})
+        losses, _, first = run_ranks(1, train_to, config, last)[0]
+        steps.append(first)
+        assert all(3.0 < loss < 6.0 for loss in losses)
+    assert steps == [0, 2, 3]

@@ -45,17 +45,17 @@ def _saves_under_way(root: Path, *, later_than: int) -> list[str]:
     return [name for name in names if int(name.split("-step_")[1].split("-")[0]) > later_than]
 
 
-def _start_and_kill_in_a_save(config: Config, *, reached: int, delay_s: float) -> bool:
-    """Start the run, wait for a save of a new step, kill the process `delay_s` later. Whether a save was under way then."""
+def _start_and_kill_in_a_save(config: Config, *, later_than: int, delay_s: float) -> bool:
+    """Start the run, wait for the save of a later step, kill the process `delay_s` later. Whether a save was under way then."""
     root = Path(config.checkpoint.dir)
     process: Any = multiprocessing.get_context("fork").Process(target=_alone, args=(config,))
     process.start()
     deadline = time.monotonic() + PATIENCE_S
-    while not _saves_under_way(root, later_than=reached):
+    while not _saves_under_way(root, later_than=later_than):
         assert process.is_alive() and time.monotonic() < deadline, "no save began"
         time.sleep(0.002)
     time.sleep(delay_s)
-    was_saving = bool(_saves_under_way(root, later_than=reached))
+    was_saving = bool(_saves_under_way(root, later_than=later_than))
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     return was_saving
@@ -70,7 +70,9 @@ def test_thirty_kills_at_random_moments_of_a_save_lose_nothing(corpus: tuple[str
     root = Path(config.checkpoint.dir)
     reached, in_save = -1, 0
     for _ in range(KILLS):
-        in_save += _start_and_kill_in_a_save(config, reached=reached, delay_s=generator.uniform(0.0, 0.6))
+        # The first save after the start, the second or the third: the later ones only begin when those before are complete.
+        later_than, delay_s = reached + generator.randrange(3), generator.uniform(0.0, 0.5)
+        in_save += _start_and_kill_in_a_save(config, later_than=later_than, delay_s=delay_s)
         for directory in paths.step_directories(root):
             checksums.verify(directory)
         if (newest := paths.latest_directory(root)) is not None:

@@ -81,7 +81,7 @@ def test_a_frozen_rank_is_named_with_its_stack_and_the_job_ends(
     assert statuses[0] == exit_codes.STALLED, job.output(0)
     report = job.output(1)
     assert "WATCHDOG rank 1 on " in report
-    assert "in phase 'step: reading data' after step 2" in report
+    assert "in phase 'step' after step 2" in report
     assert "stalled: rank 1 (not waiting for others)" in report
     assert "_freeze_for_ever" in report
     assert "thread MainThread:" in report and "thread signals:" in report, "the stack of each thread"
