@@ -40,6 +40,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-batch", type=int, default=8)
     parser.add_argument("--max-length", type=int)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--matrix-dtype", choices=("float32", "bfloat16"), help="bfloat16: half the memory, in fp32 arithmetic")
     parser.add_argument("--device")
     parser.add_argument("--no-stream", action="store_true", help="print an output when it is complete")
     parser.add_argument("--stats", action="store_true", help="print counts and speed to standard error")
@@ -118,7 +119,14 @@ def run(options: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(Path(options.model))
     config = EngineConfig(max_batch=options.max_batch, max_length=options.max_length)
     variant = "vanilla" if options.vanilla else None
-    engine = Engine(options.model, config, dtype=options.dtype, device=options.device, variant=variant)
+    engine = Engine(
+        options.model,
+        config,
+        dtype=options.dtype,
+        matrix_dtype=options.matrix_dtype,
+        device=options.device,
+        variant=variant,
+    )
     ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
     start, refused = time.perf_counter(), False
     if len(prompts) == 1 and params.n == 1 and not options.no_stream:

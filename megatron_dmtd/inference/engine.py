@@ -148,6 +148,8 @@ class Engine:
         model: A model directory (an export of ours, or a Qwen3 or Llama model), or weights already in memory.
         config: See `EngineConfig`.
         dtype: "float32" (default), "bfloat16" or "float64"; of weights, activations and caches.
+        matrix_dtype: "bfloat16" keeps matrices and embeddings so under `dtype="float32"`: half the memory and traffic, and for
+            a model stored in bfloat16 the very same numbers. Default: `dtype`.
         device: Default: CUDA if there is one, else CPU.
         variant: "vanilla" to decode a DMTD model's weights as an ordinary decoder.
 
@@ -163,11 +165,13 @@ class Engine:
         config: EngineConfig = EngineConfig(),
         *,
         dtype: str = "float32",
+        matrix_dtype: str | None = None,
         device: str | None = None,
         variant: str | None = None,
     ) -> None:
         if not isinstance(model, ModelWeights):
-            model = load_model(model, dtype=_dtype(dtype), device=_device(device), variant=variant)
+            types = _dtype(dtype), _matrix_dtype(matrix_dtype, dtype)
+            model = load_model(model, dtype=types[0], matrix_dtype=types[1], device=_device(device), variant=variant)
         config.check(model.method.cycle_length)
         self.model, self.config, self.method = model, config, model.method
         self.pools, self.max_length = _make_pools(model, config)
@@ -398,6 +402,18 @@ def _dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise ConfigError(found=f"dtype {name!r}", required=f"one of {sorted(DTYPES)}", remedy="change dtype")
     return DTYPES[name]
+
+
+def _matrix_dtype(name: str | None, dtype: str) -> torch.dtype | None:
+    if name is None or name == dtype:
+        return None
+    if (name, dtype) != ("bfloat16", "float32"):
+        raise ConfigError(
+            found=f"matrix_dtype {name!r} with dtype {dtype!r}",
+            required="bfloat16 with float32, or the same type",
+            remedy="leave matrix_dtype out",
+        )
+    return torch.bfloat16
 
 
 def _device(name: str | None) -> torch.device:

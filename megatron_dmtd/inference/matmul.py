@@ -24,11 +24,11 @@ CLEARLY_FASTER = 0.9
 #: More rows than the largest of `ROW_COUNTS`: torch's.
 LARGE = "linear"
 #: Measurements of this process, so that all its engines on weights of the same shapes choose alike, and measure once.
-_MEASURED_MS: dict[tuple[int, int, tuple[torch.Size, ...]], dict[str, float]] = {}
+_MEASURED_MS: dict[tuple[int, int, tuple[tuple[torch.Size, torch.dtype], ...]], dict[str, float]] = {}
 
 
 class FastestMatmul:
-    """`out = x @ weight.T + bias + residual` in fp32 on the CPU."""
+    """`out = x @ weight.T + bias + residual` in fp32 on the CPU; weights may be stored in bfloat16."""
 
     def __init__(self, kernels: ctypes.CDLL, weights: list[torch.Tensor], *, max_rows: int) -> None:
         """Measure on `weights`, several so that caches do not hold them."""
@@ -41,7 +41,7 @@ class FastestMatmul:
         self.measured_ms: dict[int, dict[str, float]] = {}
         """Milliseconds of each way for all `weights` once, by number of rows."""
         for rows in (count for count in ROW_COUNTS if count <= max_rows or count == ROW_COUNTS[0]):
-            key = (rows, torch.get_num_threads(), tuple(weight.shape for weight in weights))
+            key = (rows, torch.get_num_threads(), tuple((weight.shape, weight.dtype) for weight in weights))
             if key not in _MEASURED_MS:
                 _MEASURED_MS[key] = fastest_ms(self.ways, weights, rows)
             self.measured_ms[rows] = _MEASURED_MS[key]
@@ -60,7 +60,7 @@ class FastestMatmul:
         self, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
     ) -> torch.Tensor:
         """Write the product to `out`, which may be `residual`. All contiguous."""
-        self.ways[self.way(len(x))](out, x, weight, bias, residual)
+        self.ways[self.way(x.shape[0])](out, x, weight, bias, residual)
         return out
 
     def _native(self, out, x, weight, bias, residual) -> None:
@@ -73,11 +73,12 @@ class FastestMatmul:
             x.shape[0],
             x.shape[1],
             weight.shape[0],
-            0,
+            weight.dtype == torch.bfloat16,
         )
 
     @staticmethod
     def _linear(out, x, weight, bias, residual) -> None:
+        weight = weight.to(x.dtype)
         if residual is None and bias is None:
             torch.mm(x, weight.t(), out=out)
         else:
@@ -86,7 +87,7 @@ class FastestMatmul:
 
     @staticmethod
     def _transposed(out, x, weight, bias, residual) -> None:
-        product = (weight @ x.t().contiguous()).t()
+        product = (weight.to(x.dtype) @ x.t().contiguous()).t()
         if bias is not None:
             product = product + bias
         out.copy_(product) if residual is None else torch.add(residual, product, out=out)

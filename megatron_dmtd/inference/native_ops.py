@@ -76,7 +76,7 @@ class NativeOps:
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x @ weight.T + bias`."""
-        rows, columns = len(x), len(weight)
+        rows, columns = x.shape[0], weight.shape[0]
         name = self._by_width.get(columns)
         out = torch.empty(rows, columns) if name is None else self._buffers[name][rows]
         return self.matmul.into(out, x, weight, bias, None)
@@ -89,8 +89,8 @@ class NativeOps:
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """`silu(gate) * up`."""
-        out = self._buffers["inner"][len(gate_up)]
-        self.kernels.dmtd_gate(gate_up.data_ptr(), out.data_ptr(), len(gate_up), self.shape.intermediate_size)
+        out = self._buffers["inner"][gate_up.shape[0]]
+        self.kernels.dmtd_gate(gate_up.data_ptr(), out.data_ptr(), gate_up.shape[0], self.shape.intermediate_size)
         return out
 
     def rotate_and_store(
@@ -110,7 +110,7 @@ class NativeOps:
             tables.data_ptr(),
             tables.shape[1],
             *pool.layer_pointers(layer),
-            len(qkv),
+            qkv.shape[0],
             shape.num_heads,
             shape.num_key_value_heads,
             shape.head_dim,
@@ -123,7 +123,7 @@ class NativeOps:
         """Attention `[F, H * E]` of all rows, or of the final ones."""
         shape, tables = self.shape, run.tables.page_SP
         queries = run.final_runs if final_only else run.all_runs
-        out = self._buffers["attended"][len(queries.row)]
+        out = self._buffers["attended"][queries.row.shape[0]]
         self.kernels.dmtd_attend(
             qkv.data_ptr(),
             *pool.layer_pointers(layer),
@@ -133,7 +133,7 @@ class NativeOps:
             queries.row.data_ptr(),
             queries.query_start.data_ptr(),
             queries.row_start.data_ptr(),
-            len(queries.row_start) - 1,
+            queries.row_start.shape[0] - 1,
             out.data_ptr(),
             shape.num_heads,
             shape.num_key_value_heads,

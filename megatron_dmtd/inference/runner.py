@@ -61,7 +61,7 @@ class Runner:
     def _parallel_half(self, plan: StepPlan) -> torch.Tensor:
         """Hidden states `[F, X]` of the shadow rows; each request's last block is kept."""
         run = self._pass(plan, plan.parallel, plan.outputs, self.pools.parallel)
-        hidden_RX = self.model.embedding_VX[run.token_id_R]
+        hidden_RX = self.model.embedding_VX[run.token_id_R].to(self.model.dtype)
         outputs_FX = self._layers(range(self.model.shape.num_parallel_layers), hidden_RX, run, self.pools.parallel)
         cycle_length = self.model.method.cycle_length
         for kept in plan.kept:
@@ -71,7 +71,7 @@ class Runner:
     def _sequential_half(self, plan: StepPlan, outputs_FX: torch.Tensor | None, wanted: Sequence[int]) -> torch.Tensor:
         run = self._pass(plan, plan.sequential, wanted, self.pools.sequential)
         model = self.model
-        hidden_RX = model.embedding_VX[run.token_id_R]
+        hidden_RX = model.embedding_VX[run.token_id_R].to(model.dtype)
         if not model.method.is_vanilla:
             added_RX = self.kept_SCX[run.slot_R, phase(run.position_R, model.method.cycle_length)]
             if outputs_FX is not None and max(plan.from_output) >= 0:

@@ -27,13 +27,13 @@ class TorchOps:
 
     def linear(self, x_RX: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x @ weight.T + bias`."""
-        return functional.linear(x_RX, weight, bias)
+        return functional.linear(x_RX, weight.to(x_RX.dtype), bias)
 
     def linear_add(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual_RX: torch.Tensor
     ) -> torch.Tensor:
         """`residual + x @ weight.T + bias`."""
-        return residual_RX + functional.linear(x, weight, bias)
+        return residual_RX + functional.linear(x, weight.to(x.dtype), bias)
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         """`silu(gate) * up`."""

@@ -100,8 +100,8 @@ class ModelWeights:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of weights and activations."""
-        return self.embedding_VX.dtype
+        """Type of activations and caches. Matrices are of the same type, or bfloat16 under fp32 activations."""
+        return self.final_norm_X.dtype
 
     @property
     def device(self) -> torch.device:
@@ -172,9 +172,21 @@ def build_model(
 
 
 def load_model(
-    directory: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device, variant: str | None = None
+    directory: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    matrix_dtype: torch.dtype | None = None,
+    device: torch.device,
+    variant: str | None = None,
 ) -> ModelWeights:
     """Read a model directory: an export of ours, or a Qwen3 or Llama model.
+
+    Args:
+        directory: The directory.
+        dtype: Type of norms, biases, activations and caches.
+        matrix_dtype: Type to keep matrices and embeddings in; default `dtype`.
+        device: Where to.
+        variant: See `build_model`.
 
     Raises:
         CheckpointError: The directory is not such a model, or its weights are not exactly those of its configuration.
@@ -187,7 +199,8 @@ def load_model(
 
     def read(name: str) -> torch.Tensor:
         with safe_open(files[name], framework="pt") as stored:
-            return stored.get_tensor(name).to(device=device, dtype=dtype)
+            tensor = stored.get_tensor(name)
+        return tensor.to(device=device, dtype=dtype if tensor.dim() == 1 or matrix_dtype is None else matrix_dtype)
 
     return build_model(config, read, variant=variant, directory=path, stop_token_ids=_stop_token_ids(path, config))
 

@@ -1,11 +1,12 @@
 """Native kernels against torch, and engines on them against transformers in fp32."""
 
+import dataclasses
 import random
 
 import pytest
 import torch
 
-from megatron_dmtd.errors import CapabilityError
+from megatron_dmtd.errors import CapabilityError, ConfigError
 from megatron_dmtd.inference import EngineConfig, SamplingParams
 from megatron_dmtd.inference.matmul import FastestMatmul
 from megatron_dmtd.inference.native import build
@@ -74,6 +75,27 @@ def test_native_engines_give_the_tokens_of_generate_in_fp32(wide_pairs, kind):
     assert [list(completion.token_ids) for completion in completions] == [pair.greedy(prompt, 20) for prompt in prompts]
     assert calls["native"] > 20
     assert calls["torch"] > 0
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_matrices_under_fp32_give_the_tokens_of_the_same_weights_in_fp32(tmp_path, kind, kernels):
+    pair = Pair(tmp_path, kind, dtype=torch.bfloat16, **WIDE)
+    pair.slow.float()
+    config = dataclasses.replace(CONFIG, kernels=kernels)
+    engine = pair.engine(config, dtype="float32", matrix_dtype="bfloat16")
+    assert engine.model.layers[0].qkv.dtype == engine.model.head_VX.dtype == torch.bfloat16
+    assert engine.model.layers[0].input_norm_X.dtype == engine.pools.sequential.k_LNGET.dtype == torch.float32
+    prompts = [random_ids(length, seed=length).tolist() for length in (5, 30, 12)]
+    params = SamplingParams(ignore_eos=True, repetition_penalty=PENALTY)
+    completions = engine.generate(prompts, max_new_tokens=15, params=params)
+    assert [list(completion.token_ids) for completion in completions] == [pair.greedy(prompt, 15) for prompt in prompts]
+
+
+def test_other_mixtures_of_types_are_refused(pairs):
+    with pytest.raises(ConfigError, match="matrix_dtype 'float64' with dtype 'float32'"):
+        pairs["vanilla"].engine(dtype="float32", matrix_dtype="float64")
+    assert pairs["vanilla"].engine(dtype="float32", matrix_dtype="float32").model.head_VX.dtype == torch.float32
 
 
 def _count_calls(engine) -> dict[str, int]:

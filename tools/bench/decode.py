@@ -70,6 +70,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="CPU time of one thread instead of wall time: the only clock that means something on a machine that others use too",
     )
     parser.add_argument("--kernels", choices=("auto", "native", "torch"), default="auto")
+    parser.add_argument(
+        "--matrix-dtype", choices=("float32", "bfloat16"), default="float32", help="of weights; arithmetic is fp32"
+    )
     parser.add_argument("--layers", type=int, nargs=2, metavar=("P", "S"), help="numbers of parallel and sequential layers")
     parser.add_argument("--hf", action="store_true", help="also Hugging Face generate on the same weights, batch 1")
     parser.add_argument(
@@ -80,7 +83,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def random_model(layers: Sequence[int] | None) -> tuple[DMTDQwen3Config, ModelWeights]:
+def random_model(layers: Sequence[int] | None, matrix_dtype: torch.dtype = torch.float32) -> tuple[DMTDQwen3Config, ModelWeights]:
     """Weights of one size for all kinds."""
     fields = dict(MODEL)
     if layers:
@@ -91,7 +94,7 @@ def random_model(layers: Sequence[int] | None) -> tuple[DMTDQwen3Config, ModelWe
 
     def read(name: str) -> torch.Tensor:
         size = shapes[name]
-        return torch.ones(size) if len(size) == 1 else torch.empty(size).normal_(std=0.02, generator=generator)
+        return torch.ones(size) if len(size) == 1 else torch.empty(size).normal_(std=0.02, generator=generator).to(matrix_dtype)
 
     return config, build_model(config, read)
 
@@ -256,7 +259,8 @@ def show_kernels(model: ModelWeights, max_rows: int) -> dict:
         def onednn(out, x, weight, bias, residual, packed=packed) -> None:
             torch.ops.mkldnn._linear_pointwise(x, packed[id(weight)], None, "none", [], "")
 
-        table[rows] = fastest_ms({**fastest.ways, "onednn prepacked": onednn}, sample, rows)
+        others = {"onednn prepacked": onednn} if sample[0].dtype == torch.float32 else {}
+        table[rows] = fastest_ms({**fastest.ways, **others}, sample, rows)
     print(f"products with {len(sample)} matrices of two layers, ms (fastest of a few):")
     for rows, ways in table.items():
         print(f"{rows:4} rows  " + "  ".join(f"{name} {ms:.2f}" for name, ms in ways.items()) + f"  -> {fastest.way(rows)}")
@@ -376,11 +380,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         global clock
         clock, options.threads = time.thread_time, 1
     torch.set_num_threads(options.threads)
-    config, model = random_model(options.layers)
+    config, model = random_model(options.layers, getattr(torch, options.matrix_dtype))
     weight_bytes = sum(matrix.nbytes for layer in model.layers for matrix in layer.matrices) + model.head_VX.nbytes
     load = os.getloadavg()[0]
-    kind_of_time = "CPU time" if options.cpu_time else "wall time"
-    print(f"{weight_bytes / 1e9:.2f} GB of fp32 weights, {options.threads} threads, {kind_of_time}, load at the start {load:.1f}")
+    clock_name = "CPU time" if options.cpu_time else "wall time"
+    size = f"{weight_bytes / 1e9:.2f} GB of {options.matrix_dtype} weights"
+    print(f"{size}, {options.threads} threads, {clock_name}, load at the start {load:.1f}", flush=True)
     results: dict = {"weight_bytes": weight_bytes, "threads": options.threads, "load": load}
     try:
         with torch.inference_mode():
