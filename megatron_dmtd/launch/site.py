@@ -84,7 +84,7 @@ def _read_assignments(path: Path) -> dict[str, str]:
         try:
             words = shlex.split(line, comments=True)
         except ValueError:
-            words = [line]
+            words = [*line.split(maxsplit=1), ""]  # a quote that does not end: refused below
         if not words:
             continue
         match = _ASSIGNMENT.fullmatch(words[0])

@@ -12,12 +12,23 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "scancel", "unshare")
+PROGRAMS = (
+    "slurmctld",
+    "slurmd",
+    "munged",
+    "sbatch",
+    "srun",
+    "scontrol",
+    "scancel",
+    "unshare",
+    "nsenter",
+    "setpriv",
+    "shellcheck",
+)
 _START_S = 60.0
 _STOP_S = 20.0
 _GPUS = 8
@@ -135,11 +146,32 @@ class Cluster:
 
     def kill_node(self, name: str) -> None:
         """kill -9 to a node's slurmd: as the first of its PID namespace, it takes all that runs on the node with it."""
+        os.kill(self._slurmd(name), signal.SIGKILL)
+        self._daemons.pop(name).wait(_STOP_S)
+
+    def _slurmd(self, name: str) -> int:
+        """The first process of the node's PID namespace, by its number outside."""
         outer = self._daemons[name].pid
         children = Path(f"/proc/{outer}/task/{outer}/children").read_text().split()
         assert len(children) == 1, f"{name}: slurmd is not the only child of its unshare: {children}"
-        os.kill(int(children[0]), signal.SIGKILL)
-        self._daemons.pop(name).wait(_STOP_S)
+        return int(children[0])
+
+    def run_on(self, name: str, *command: str) -> None:
+        """Run a command inside a node: its mounts, its processes."""
+        target = str(self._slurmd(name))
+        inside = ["nsenter", "--target", target, "--mount", "--uts", "--pid"]
+        self.call(*inside, *command)
+
+    def revive(self) -> None:
+        """No jobs, and all nodes idle again, whatever a test did."""
+        self.call("scancel", "--user=root")
+        wait_until(
+            lambda: not self.call("squeue", "-h").stdout.strip(), timeout_s=_START_S, what="an empty queue", explain=self._logs
+        )
+        for name in self.nodes:
+            if name not in self._daemons:
+                self.start_node(name)
+        self.wait_for_nodes(self.nodes)
 
     def wait_for_nodes(self, names: Sequence[str]) -> None:
         """Until these nodes are idle."""
@@ -219,6 +251,10 @@ class Cluster:
         text = self.call("scontrol", "--oneliner", "show", "job", job_id).stdout
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
+    def nodes_of(self, job_id: str) -> list[str]:
+        """The nodes of a job, in order."""
+        return self.call("scontrol", "show", "hostnames", self.job(job_id)["NodeList"]).stdout.split()
+
     def wait_for_job(self, job_id: str, *, timeout_s: float, logs: Sequence[Path] = ()) -> dict[str, str]:
         """The job's record once it has ended for good."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "DEADLINE", "OUT_OF_MEMORY")
@@ -242,8 +278,3 @@ def running_cluster(folder: Path, *, num_nodes: int) -> Iterator[Cluster]:
         yield cluster
     finally:
         cluster.stop()
-
-
-def python_folder() -> str:
-    """The virtual environment of this interpreter."""
-    return sys.prefix
