@@ -1,0 +1,73 @@
+import json
+
+import pytest
+import torch
+
+from megatron_dmtd.conversion.convert import import_hf
+from megatron_dmtd.conversion.rules import rules, spec_of
+from megatron_dmtd.conversion.sources import Checkpoint, HFDirectory, num_parameters, open_source
+from megatron_dmtd.conversion.weight_files import WeightFiles, write_weights
+from megatron_dmtd.errors import CheckpointError, ConversionError
+from tests.support.hf_models import change_fields, random_hf_directory, small_model
+
+
+@pytest.fixture
+def hf(tmp_path):
+    return random_hf_directory(tmp_path / "hf", small_model())
+
+
+def rewrite(directory, change):
+    files = WeightFiles(directory)
+    tensors = {name: files.read(name) for name in files.specs}
+    change(tensors)
+    write_weights(directory, {name: spec_of(tensor) for name, tensor in tensors.items()}, tensors.items())
+
+
+def test_both_formats_give_the_same_tensors_by_the_same_names(hf, tmp_path):
+    import_hf(hf, tmp_path / "start")
+    first, second = open_source(hf), open_source(tmp_path / "start")
+    assert isinstance(first, HFDirectory) and isinstance(second, Checkpoint)
+    assert first.foreign_specs() == second.foreign_specs() and first.model == second.model
+    names = []
+    for rule in rules(first.model):
+        for (name, tensor), (other_name, other) in zip(first.foreign(rule), second.foreign(rule), strict=True):
+            assert name == other_name and torch.equal(tensor, other)
+            names.append(name)
+    assert names == list(first.foreign_specs())
+    assert num_parameters(second) - num_parameters(first) == 28 * 32  # 100 rows are padded to 128
+
+
+def test_a_head_stored_beside_the_table_that_it_is_tied_to_must_equal_it(hf, tmp_path):
+    rewrite(hf, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    assert "lm_head.weight" in open_source(hf).stored and "lm_head.weight" not in open_source(hf).foreign_specs()
+    import_hf(hf, tmp_path / "start")
+
+    def spoil(tensors):
+        tensors["lm_head.weight"][99, 31] += 1
+
+    rewrite(hf, spoil)
+    with pytest.raises(ConversionError, match=r"lm_head\.weight differs"):
+        import_hf(hf, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_configuration_that_contradicts_the_weights_is_refused_with_every_fault(hf, tmp_path):
+    change_fields(hf, num_hidden_layers=3, intermediate_size=40, tie_word_embeddings=False)
+    with pytest.raises(ConversionError) as caught:
+        import_hf(hf, tmp_path / "start")
+    assert caught.value.found.startswith(f"{1 + 3 * 3 + 11} fault(s)")
+    for fault in (
+        "missing: lm_head.weight [100, 32]",
+        "wrong shape: model.layers.0.mlp.up_proj.weight is [48, 32], not [40, 32]",
+    ):
+        assert fault in caught.value.found
+    assert caught.value.found.count("unknown: model.layers.3.") == 11
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_what_is_neither_format_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="neither"):
+        open_source(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps([]))
+    with pytest.raises(ConversionError, match="holds no object"):
+        open_source(tmp_path)
