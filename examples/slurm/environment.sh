@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034
-# Sourced by every job script after the site's settings: environment of the job, and the functions that scripts share.
-# Sets PYTHON, the array CONTAINER of srun options, and LOG_DIR.
+# Sourced by every job script after the site's settings: environment of the job, and what scripts share.
+# Sets PYTHON, LOG_DIR, and the commands ONCE and ON_RANKS that others are started with.
 
 set -euo pipefail
 : "${PROJECT_DIR:?is not set: source site.env first}" "${WORK_DIR:?is not set: source site.env first}"
@@ -54,13 +54,11 @@ free_port() {
     return 1
 }
 
-# Runs a command in the site's software, once, on the first node.
-once() {
-    srun --nodes=1 --ntasks=1 --overlap --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "${CONTAINER[@]}" "$@"
-}
-
-# Runs a command as every rank of the job. Block distribution: ranks follow the order of the nodes.
-on_ranks() {
-    srun --ntasks="$SLURM_NTASKS" --distribution=block:block --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
-        --open-mode=append "${CONTAINER[@]}" "$@"
-}
+# How commands run in the site's software: arrays, not functions, since a function in the background is a shell of its own, and
+# signals for srun would end that shell instead.
+# ONCE: on the first node. ON_RANKS: as every rank of the job; block distribution makes ranks follow the order of the nodes.
+ONCE=(srun --nodes=1 --ntasks=1 --overlap --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "${CONTAINER[@]}")
+ON_RANKS=(
+    srun --ntasks="$SLURM_NTASKS" --distribution=block:block --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}"
+    --open-mode=append "${CONTAINER[@]}"
+)

@@ -34,7 +34,7 @@ save_and_stop() {
 trap save_and_stop USR1 TERM
 
 restarts() {
-    once "$PYTHON" -m megatron_dmtd.launch.restarts "$1" --state "$RESTARTS" --limit "$MAX_RESTARTS" "${@:2}" -- "${OPTIONS[@]}"
+    "${ONCE[@]}" "$PYTHON" -m megatron_dmtd.launch.restarts "$1" --state "$RESTARTS" --limit "$MAX_RESTARTS" "${@:2}" -- "${OPTIONS[@]}"
 }
 
 # Puts the job back into the queue under its own number, away from the nodes that are named, and ends this attempt.
@@ -101,7 +101,7 @@ restarts begin || exit $?
 
 say "preflight"
 status=0
-EXIT_DIR="" on_ranks --wait=60 bash "$PROJECT_DIR/examples/slurm/rank.sh" "$PYTHON" "$PROJECT_DIR/tools/preflight.py" \
+EXIT_DIR="" "${ON_RANKS[@]}" --wait=60 bash "$PROJECT_DIR/examples/slurm/rank.sh" "$PYTHON" "$PROJECT_DIR/tools/preflight.py" \
     --hosts "$(IFS=,; echo "${HOSTS[*]}")" --output "$LOG_DIR/preflight.json" --folder "$WORK_DIR" --min-free-gib "$MIN_FREE_GIB" \
     --min-bandwidth-gb-s "$MIN_BANDWIDTH_GB_S" --max-clock-skew-s "$MAX_CLOCK_SKEW_S" &
 STEP_PID=$!
@@ -121,7 +121,7 @@ touch "$RANK_0_LOG"
 RANK_0_START=$(($(stat --format=%s "$RANK_0_LOG") + 1))
 MASTER_PORT="$(free_port)" # the preflight's may linger
 # --wait: when a rank ends, the others have this long to end too (ranks that saved still close their logs); then they are killed.
-on_ranks --wait=60 --output="$LOG_DIR/rank-%4t.log" \
+"${ON_RANKS[@]}" --wait=60 --output="$LOG_DIR/rank-%4t.log" \
     bash "$PROJECT_DIR/examples/slurm/rank.sh" "$PYTHON" "$PROJECT_DIR/tools/train.py" "${OPTIONS[@]}" &
 STEP_PID=$!
 # Rank 0 on the console, from where this attempt starts.

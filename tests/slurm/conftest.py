@@ -77,7 +77,7 @@ class Workplace:
         command = [
             sys.executable,
             "tools/launch.py",
-            f"examples/slurm/{script}",
+            str(ROOT / "examples" / "slurm" / script),
             "--site",
             str(self.folder / "site.env"),
             *arguments,

@@ -226,7 +226,7 @@ class Cluster:
     # --- use ----------------------------------------------------------------------------------------------------------------
 
     def call(
-        self, *command: str, check: bool = True, cwd: Path | None = None, **environment: str
+        self, *command: str, check: bool = True, cwd: Path | None = None, timeout_s: float = 60, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         """Run a Slurm command, or one that calls some."""
         result = subprocess.run(
@@ -234,7 +234,7 @@ class Cluster:
             capture_output=True,
             text=True,
             env=self.environment | environment,
-            timeout=60,
+            timeout=timeout_s,
             cwd=cwd,
             stdin=subprocess.DEVNULL,
         )
