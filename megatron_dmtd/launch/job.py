@@ -18,6 +18,13 @@ from megatron_dmtd.launch.site import Site
 _DIRECTIVE = re.compile(r"^#SBATCH[ \t]+(\S+)", re.MULTILINE)
 _SITE_LINE = re.compile(r'^# shellcheck source=site\.env\nsource "\$\{SITE_FILE:-[^"]*\}"\n', re.MULTILINE)
 _OPTIONS = re.compile(r"^OPTIONS=\(\n(.*?)^\)\n", re.MULTILINE | re.DOTALL)
+#: directives that the layout and the cost follow from
+_READABLE = {
+    "nodes": (r"[1-9]\d*", "a number of nodes"),
+    "ntasks-per-node": (r"[1-9]\d*", "a number of ranks"),
+    "array": (r"\d+(-\d+(:[1-9]\d*)?)?(,\d+(-\d+(:[1-9]\d*)?)?)*(%\d+)?", "tasks of an array, such as 0-15"),
+    "time": (r"(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2})", "a time limit, such as 12:00:00"),
+}
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
@@ -86,8 +93,7 @@ def read_job(
         [] if replaces else [_expand(word, site, path) for word in shlex.split(_match(_OPTIONS, source, path)[1], comments=True)]
     )
     directives = _directives([*_DIRECTIVE.findall(source), *_site_directives(source, site), *sbatch], path)
-    if "time" not in directives:
-        raise ConfigError(found=f"{path} without --time", required="a time limit", remedy="add #SBATCH --time=…")
+    _check_directives(directives, path)
     return Job(
         name=directives.get("job-name", Path(path).stem),
         directives=directives,
@@ -127,6 +133,18 @@ def _expand(word: str, site: Site, path: str | Path) -> str:
         return variables[name]
 
     return _VARIABLE.sub(value, word)
+
+
+def _check_directives(directives: dict[str, str], path: str | Path) -> None:
+    """Refuse what the layout and the cost cannot be computed from, although Slurm might take it."""
+    for name, (pattern, required) in _READABLE.items():
+        value = directives.get(name)
+        if (value is None and name == "time") or (value is not None and not re.fullmatch(pattern, value)):
+            raise ConfigError(
+                found=f"{path} with --{name}={value}" if value is not None else f"{path} without --{name}",
+                required=required,
+                remedy=f"correct #SBATCH --{name}, or SBATCH_EXTRA in the site file",
+            )
 
 
 def _site_directives(source: str, site: Site) -> list[str]:

@@ -78,6 +78,9 @@ WRONG = {
     "no-options": (lambda text: text.replace("OPTIONS=(", "WORDS=("), "OPTIONS", []),
     "foreign-variable": (lambda text: text.replace("import Qwen3", "import $HOME Qwen3"), "$HOME in OPTIONS", []),
     "no-time": (lambda text: text.replace("#SBATCH --time=02:00:00\n", ""), "without --time", []),
+    "range-of-nodes": (lambda text: text, "--nodes=2-4", ["--nodes=2-4"]),
+    "endless": (lambda text: text, "--time=infinite", ["--time=infinite"]),
+    "array": (lambda text: text, "--array=a", ["--array=a"]),
     "short-option": (lambda text: text, "sbatch option -N2", ["-N2"]),
 }
 

@@ -32,7 +32,12 @@ source "$PROJECT_DIR/examples/slurm/environment.sh"
 export MASTER_PORT="$(free_port)"
 "${ON_RANKS[@]}" --output="$LOG_DIR/rank-%4t.log" bash "$PROJECT_DIR/examples/slurm/rank.sh" bash -c '
     echo "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $(hostname) $MASTER_PORT $OMP_NUM_THREADS $CUDA_VISIBLE_DEVICES"
-    exec sleep 4'
+    touch "present-$SLURM_JOB_ID"
+    for try in {1..300}; do
+        if (($(ls | grep -c present-) == 2)); then exit; fi # both jobs are here at once
+        sleep 0.2
+    done
+    exit 1'
 """
 
 
@@ -51,7 +56,6 @@ def test_ranks_follow_the_nodes_and_jobs_on_the_same_hosts_meet_at_other_ports(w
     jobs = [submit_ranks_job(workplace, *common) for _ in range(2)]
     records = [workplace.finish(job_id) for job_id in jobs]
     assert [record["JobState"] for record in records] == ["COMPLETED", "COMPLETED"]
-    assert max(record["StartTime"] for record in records) < min(record["EndTime"] for record in records), "they ran one by one"
     lines = [rank_lines(workplace, job_id) for job_id in jobs]
     for ranks in lines:
         placed = [[rank, local, size, local_size, host] for rank, local, size, local_size, host, *_ in ranks]
@@ -106,7 +110,11 @@ REFUSED = {
     "partition": ("CPU_PARTITION=main", "CPU_PARTITION=mian", "Slurm: sbatch: error: invalid partition specified: mian"),
     "setting": ("MAX_RESTARTS=3", "MAX_RESTART=3", "unknown setting MAX_RESTART"),
     "folder": ("WORK_DIR=", "WORK_DIR=/nowhere", "WORK_DIR=/nowhere"),
-    "option": ("SBATCH_EXTRA=", "SBATCH_EXTRA=--nodes=99", "Slurm: "),
+    "option": (
+        "SBATCH_EXTRA=",
+        "SBATCH_EXTRA=--constraint=h100",
+        "Slurm: sbatch: error: Batch job submission failed: Invalid feature",
+    ),
 }
 
 
@@ -132,7 +140,7 @@ def test_a_job_whose_predecessor_fails_is_cancelled(workplace):
     )
     assert workplace.finish(failing)["ExitCode"] == "2:0"
     record = workplace.finish(waiting)
-    assert record["JobState"] == "CANCELLED" and record["StartTime"] == record["EndTime"]
+    assert record["JobState"] == "CANCELLED" and record["StartTime"] in ("Unknown", record["EndTime"])
 
 
 @pytest.mark.slow
