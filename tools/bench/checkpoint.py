@@ -2,7 +2,8 @@
 
     python tools/bench/checkpoint.py --dir /scratch/bench --output bench_checkpoint.json
 
-One process. `blocked` is how long training stands still: in a save that is waited for, all of it; in a background save, the copy.
+One process. `blocked` is how long training stands still: in a save that is waited for, all of it; in a background save, the copy,
+and a moment at its end (`finish`).
 The background save is measured while training steps run, as it is used. Raw speed: as many bytes, written and put on the disk
 (fsync), and read back after the page cache was asked to drop them; the checkpoint is read back the same way.
 """
@@ -46,6 +47,8 @@ class Measurement:
     saved_and_waited_for_s: float
     """Blocked all the while."""
     background_blocked_s: float
+    background_finish_s: float
+    """Blocked again at its end: metadata, renaming, removing the checkpoint before it."""
     background_total_s: float
     """From its start to the moment it is visible, training steps running meanwhile."""
     verify_s: float
@@ -130,8 +133,10 @@ def _repeat(run: Any, batches: Any, folder: Path) -> tuple[dict[str, float], int
     found["background_blocked_s"] = saver.blocking_s
     while saver.is_writing:
         train_step(run, batches)
+    written = time.perf_counter()
     final = saver.finish()
     assert final is not None
+    found["background_finish_s"] = time.perf_counter() - written
     found["background_total_s"] = time.perf_counter() - started
     files = list(final.iterdir())
     _drop_from_cache(files)
@@ -181,7 +186,7 @@ def _table(measured: list[Measurement]) -> str:
         f"{'save / raw write':24}" + "".join(f"{one.saved_and_waited_for_s / one.raw_write_s:>14.2f}" for one in measured)
     )
     rows.append(f"{'load / raw read':24}" + "".join(f"{one.load_s / one.raw_read_s:>14.2f}" for one in measured))
-    share = [one.background_blocked_s / one.saved_and_waited_for_s for one in measured]
+    share = [(one.background_blocked_s + one.background_finish_s) / one.saved_and_waited_for_s for one in measured]
     rows.append(f"{'blocked, of a save':24}" + "".join(f"{value:>14.1%}" for value in share))
     return "\n".join(rows)
 
