@@ -39,9 +39,13 @@ restarts() {
 
 # Puts the job back into the queue under its own number, away from the nodes that are named, and ends this attempt.
 requeue() {
-    local bad_nodes="${1:-}"
+    local status="$1" bad_nodes="$2"
     trap '' USR1 TERM # requeueing sends TERM to this shell, which has one more thing to do
-    scontrol requeue "$SLURM_JOB_ID"
+    if ! scontrol requeue "$SLURM_JOB_ID"; then
+        say "Slurm does not requeue this job (cancelled, or requeueing is off): ends with status $status"
+        exit "$status"
+    fi
+    say "requeued"
     if [[ -n "$bad_nodes" ]]; then
         # Only a pending job's nodes may be changed, and it is pending when this attempt has been taken down.
         local try
@@ -58,8 +62,7 @@ requeue() {
 restart_or_end() {
     local status="$1" bad_nodes="${2:-}"
     if restarts again --status "$status"; then
-        say "requeued"
-        requeue "$bad_nodes"
+        requeue "$status" "$bad_nodes"
     fi
     say "ends with status $status"
     exit "$status"

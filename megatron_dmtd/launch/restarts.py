@@ -4,7 +4,8 @@
     python -m megatron_dmtd.launch.restarts again --state FILE --limit 3 --status 5 -- OPTIONS OF tools/train.py
 
 A job calls `begin` when it starts, since a job that loses a node has no other chance to count, and `again` when an attempt has
-failed. Exit status: 0, yes; 7, no; 2, refused. No torch: it runs before anything is known to work.
+failed. Exit status of both: 0, yes; 2, refused. `begin` says no with the status of the last attempt, `again` with 7. No torch: it
+runs before anything is known to work.
 """
 
 from __future__ import annotations
@@ -66,17 +67,21 @@ def _begin(state: Path, step: int, limit: int) -> int:
     write_atomically(state, json.dumps(dataclasses.asdict(attempts)) + "\n")
     print(f"attempt {attempts.number} begins at step {step}; {attempts.without_progress} restarts without progress", flush=True)
     if attempts.without_progress > limit:
-        return _give_up(attempts, limit)
+        _give_up(attempts, limit)
+        return attempts.last_status
     return 0
 
 
 def _again(state: Path, step: int, limit: int, status: int) -> int:
     attempts = dataclasses.replace(read_attempts(state), last_status=status)
     write_atomically(state, json.dumps(dataclasses.asdict(attempts)) + "\n")
-    return 0 if attempts.may_restart(step=step, limit=limit) else _give_up(attempts, limit)
+    if attempts.may_restart(step=step, limit=limit):
+        return 0
+    _give_up(attempts, limit)
+    return EXHAUSTED
 
 
-def _give_up(attempts: Attempts, limit: int) -> int:
+def _give_up(attempts: Attempts, limit: int) -> None:
     print(
         f"found: {attempts.without_progress} restarts without a checkpoint after step {attempts.step}; the last attempt ended "
         f"with status {attempts.last_status}\n"
@@ -85,7 +90,6 @@ def _give_up(attempts: Attempts, limit: int) -> int:
         file=sys.stderr,
         flush=True,
     )
-    return EXHAUSTED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
