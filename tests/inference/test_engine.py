@@ -94,6 +94,15 @@ def test_a_whole_prompt_known_already_is_reused_but_for_its_last_page(pair: Pair
     assert engine.prefix_index.num_reused_tokens == 16
 
 
+def test_a_page_whose_last_cycle_was_never_refreshed_is_not_reused(pair: Pair):
+    engine = pair.engine()
+    prompt = prompts_of([16], seed=95)[0]
+    outputs(engine, [prompt], 1)
+    longer = prompt + prompts_of([5], seed=96)[0]
+    assert outputs(engine, [longer], 9) == [pair.greedy(longer, 9)]
+    assert engine.prefix_index.num_reused_tokens == (0 if pair.kind.endswith("-refresh") else 16)
+
+
 def test_too_little_room_preempts_and_resumes_with_the_same_tokens(pair: Pair):
     config = EngineConfig(max_batch=4, max_length=64, cache_tokens=96, chunk_tokens=16, prefix_caching=False)
     engine = pair.engine(config)

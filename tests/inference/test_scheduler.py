@@ -115,7 +115,9 @@ def test_the_youngest_gives_way_and_comes_back_before_others():
     own.add(old)
     own.add(young)
     own.add(third)
+    tables = young.tables
     seen = [advance(own) for _ in range(6)]
+    assert young.tables is not tables, "the runner could not tell that the slot's pages are others"
     assert young.num_preemptions == 1
     assert young.slot == -1 and young.num_taken == 0
     assert list(own.waiting) == [young, third]
