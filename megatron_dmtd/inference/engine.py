@@ -150,7 +150,7 @@ class Engine:
         dtype: "float32" (default), "bfloat16" or "float64"; of weights, activations and caches.
         matrix_dtype: "bfloat16" keeps matrices and embeddings so under `dtype="float32"`: half the memory and traffic, and for
             a model stored in bfloat16 the very same numbers. Default: `dtype`.
-        device: Default: CUDA if there is one, else CPU.
+        device: Default: the accelerator if there is one, else the CPU.
         variant: "vanilla" to decode a DMTD model's weights as an ordinary decoder.
 
     Raises:
@@ -417,11 +417,16 @@ def _matrix_dtype(name: str | None, dtype: str) -> torch.dtype | None:
 
 
 def _device(name: str | None) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return accelerator or torch.device("cpu")
     device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise CapabilityError(found=f"device {name} without CUDA", required="a CUDA device", remedy="use device='cpu'")
+    if device.type != "cpu" and (accelerator is None or device.type != accelerator.type):
+        raise CapabilityError(
+            found=f"device {name}, and {accelerator or 'no accelerator'} here",
+            required="a device of this machine",
+            remedy="use device='cpu'",
+        )
     return device
 
 

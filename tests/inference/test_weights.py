@@ -146,6 +146,6 @@ def test_settings_that_contradict_the_model_are_refused(pairs):
             Engine(directory, config, device="cpu")
     with pytest.raises(ConfigError, match="dtype 'int4'"):
         Engine(directory, dtype="int4")
-    if not torch.cuda.is_available():
-        with pytest.raises(CapabilityError, match="without CUDA"):
-            Engine(directory, device="cuda")
+    absent = "xpu" if torch.accelerator.is_available() else "cuda"
+    with pytest.raises(CapabilityError, match=f"device {absent}, and"):
+        Engine(directory, device=absent)
