@@ -36,7 +36,7 @@ def validate_model(model: ModelConfig) -> None:
     """Raise `ConfigError` if the decoder's shape contradicts itself."""
     counts = (
         "num_layers hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size "
-        "max_position_embeddings rope_theta rms_norm_eps init_std embedding_init_std"
+        "max_position_embeddings rope_theta rms_norm_eps init_std"
     )
     _require_positive("model", {name: getattr(model, name) for name in counts.split()})
     _require(

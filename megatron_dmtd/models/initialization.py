@@ -33,8 +33,6 @@ def _generator(seed: int, name: str) -> torch.Generator:
 
 
 def _spread(name: str, model: ModelConfig) -> float:
-    if name == TABLE_KEY:
-        return model.embedding_init_std
     return model.init_std / math.sqrt(2 * model.num_layers) if name.endswith(ROW_PARALLEL) else model.init_std
 
 
