@@ -27,7 +27,6 @@ ALLOWED = {
     "checkpoint": _HOW_IT_RUNS,
     "logging": _HOW_IT_RUNS,
     "model.init_std": "the weights are already made",
-    "model.embedding_init_std": "the weights are already made",
     "model.max_position_embeddings": "says what the model is meant for, not what it is",
     "data.train": _FILES,
     "data.valid": "only measures",
