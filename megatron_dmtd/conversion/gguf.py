@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import struct
 from pathlib import Path
+from typing import Any
 
 from megatron_dmtd.errors import CapabilityError, ConversionError
 
@@ -46,13 +47,14 @@ def write_as_hf_directory(file: Path, directory: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             file.parent,
             gguf_file=file.name,
             quantization_config=GgufConfig(dequantize=True),
             dtype=torch.float32,
             output_loading_info=True,
         )
+        model, report = loaded
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except (OSError, ValueError, KeyError, IndexError, RuntimeError, struct.error) as error:
         raise ConversionError(
