@@ -73,7 +73,7 @@ def convert_here(kind: str, source: str, target: str) -> dict[str, float]:
 def _convert(kind: str, source: Path, target: Path) -> dict[str, float]:
     command = [sys.executable, __file__, "--convert", kind, str(source), str(target)]
     paths = os.pathsep.join(path for path in sys.path if path)  # what this process can import
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths})
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": paths})
     return json.loads(done.stdout.splitlines()[-1])
 
 
