@@ -107,7 +107,7 @@ def check(config: Config, *, world_size: int) -> None:
     validate(config, world_size=world_size)
     _training_rows(config)
     if config.data.valid:
-        _dataset(config, config.data.valid, shuffled=False)
+        _dataset(config, config.data.valid, shuffled=True)
     if (directory := resume_directory(config)) is not None:
         check_resumable(config, directory)
     elif config.checkpoint.init_from:
@@ -225,7 +225,7 @@ class Trainer:
         config = self.run.config
         self._beat("building data indices", allowed_s=config.parallel.timeout_s)
         dataset = _training_rows(config)
-        self._held_out = _dataset(config, config.data.valid, shuffled=False) if config.data.valid else None
+        self._held_out = _dataset(config, config.data.valid, shuffled=True) if config.data.valid else None
         corpus = [dataset.rows_per_epoch, dataset.targets_per_epoch]
         if self.progress.corpus and self.progress.corpus != corpus:
             raise CheckpointError(

@@ -18,9 +18,21 @@ from megatron_dmtd.hf.remote_code import AUTO_MAP, code_files
 from tests.hf.tiny import each_variant, random_ids, tiny_model
 
 LOAD_ELSEWHERE = """
-import importlib.util, sys, torch
+import sys, torch
+
+class Absent:  # the project may be installed beside the tests; `make test` installs it
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("megatron_dmtd", "megatron"):
+            raise ModuleNotFoundError(f"no {name} here", name=name)
+
+sys.meta_path.insert(0, Absent())
+try:
+    import megatron_dmtd
+except ModuleNotFoundError:
+    pass
+else:
+    raise SystemExit("the project can be imported")
 from transformers import AutoModelForCausalLM
-assert importlib.util.find_spec("megatron_dmtd") is None, sys.path
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 assert type(model).__module__.startswith("transformers_modules."), type(model).__module__
 ids = torch.load(sys.argv[2])
