@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 # One thread per process: the tests fork several ranks, and threads of a parent do not survive in its children.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help quickstart test test-slow test-gpu check format clean
+.PHONY: help quickstart test test-slow test-slurm test-gpu check format clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -17,11 +17,14 @@ help:  ## Show this list
 quickstart: $(INSTALLED)  ## Train, export and decode a small model, with a report in quickstart/ (about 12 minutes on 2 cores)
 	$(BIN)/python tools/quickstart.py
 
-test: check  ## Lint, types, and all tests but the slow ones and those that need a GPU
-	$(TEST) -m "not slow and not gpu"
+test: check  ## Lint, types, and all tests but the slow ones and those that need a GPU or Slurm
+	$(TEST) -m "not slow and not gpu and not slurm"
 
 test-slow: $(INSTALLED)  ## The slow tests
 	$(TEST) -m "slow and not gpu"
+
+test-slurm: $(INSTALLED)  ## The tests on a real Slurm of four nodes on this host (root; docs/slurm.md says what to install)
+	$(TEST) -m "slurm and not gpu"
 
 test-gpu: $(INSTALLED)  ## The tests that need a GPU
 	$(TEST) -m gpu
