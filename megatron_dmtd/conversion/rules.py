@@ -9,7 +9,6 @@ R rows of whatever a matrix holds.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -54,8 +53,7 @@ class Rule:
     def join(self, read_into: Callable[[str, torch.Tensor], None], dtype: torch.dtype) -> torch.Tensor:
         """The own tensor, of which `read_into(foreign name, view)` fills each part; zero where no part lies."""
         whole = torch.empty(self.own_shapes[0], dtype=dtype)
-        if sum(math.prod(shape) for _, shape in self.foreign) < whole.numel():
-            whole.zero_()
+        whole[sum(shape[0] for _, shape in self.foreign) :].zero_()  # padding, which follows the parts
         for (name, _), view in zip(self.foreign, self.parts(whole), strict=True):
             read_into(name, view)
         return whole
