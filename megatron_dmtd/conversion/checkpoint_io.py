@@ -16,7 +16,7 @@ import math
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_dmtd.config import Config, from_yaml, to_yaml
 from megatron_dmtd.conversion.directories import built_aside
+from megatron_dmtd.conversion.overlap import Flusher, read_ahead
 from megatron_dmtd.conversion.rules import TensorSpec, check_own
 from megatron_dmtd.conversion.weight_files import num_bytes_of
 from megatron_dmtd.errors import CheckpointError, ConfigError, ConversionError
@@ -233,20 +234,21 @@ class _Stored:
         return WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)
 
 
-class _OneAtATime(DefaultSavePlanner):
-    """Fetches a tensor when its turn to be written comes."""
+class _InTurn(DefaultSavePlanner):
+    """Hands out the tensors as they come, in the order of the write items."""
 
-    def __init__(self, stored: _Stored, read: Callable[[str], torch.Tensor], specs: Mapping[str, TensorSpec]) -> None:
+    def __init__(self, stored: _Stored, tensors: Iterator[tuple[str, torch.Tensor]], specs: Mapping[str, TensorSpec]) -> None:
         super().__init__()
-        self._stored, self._read, self._specs = stored, read, specs
+        self._stored, self._tensors, self._specs = stored, tensors, specs
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         if write_item.type == WriteItemType.BYTE_IO:
             nothing = io.BytesIO()
             torch.save([None], nothing)
             return nothing
-        name = self._stored.names[write_item.index]
-        tensor, spec = self._read(name), self._specs[name]
+        name, tensor = next(self._tensors)
+        spec = self._specs[name]
+        assert name == self._stored.names[write_item.index], (name, write_item.index)
         assert (tuple(tensor.shape), tensor.dtype) == (spec.shape, spec.dtype), (name, tensor.shape, tensor.dtype, spec)
         assert write_item.tensor_data is not None
         return tensor.detach().reshape(write_item.tensor_data.chunk.sizes)
@@ -265,7 +267,7 @@ def write_model_checkpoint(
     Args:
         directory: Appears complete or not at all.
         specs: Every tensor, by its name in a whole model.
-        read: Gives a tensor when its turn comes; none is held longer than the others of its layer need.
+        read: Gives a tensor when its turn comes. A thread calls it, for one tensor ahead of the one that is written.
         config: Saved with the checkpoint.
         tokenizer: Files of a tokenizer that has no other home: they are copied into the folder `tokenizer`.
 
@@ -290,14 +292,23 @@ def _write_tensors(
     directory: Path, stored: _Stored, read: Callable[[str], torch.Tensor], specs: Mapping[str, TensorSpec]
 ) -> None:
     """The distributed files, by torch's own writer, as if each layer came from a rank of its own."""
-    writer = dcp.FileSystemWriter(directory)
+    # the files are flushed below, while others are being written
+    writer = dcp.FileSystemWriter(directory, sync_files=False)
     writer.set_up_storage_writer(is_coordinator=True)
     plans = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in stored.plans])
-    planner = _OneAtATime(stored, read, specs)
+    names = [stored.names[item.index] for plan in plans for item in plan.items if item.type != WriteItemType.BYTE_IO]
+    planner = _InTurn(stored, read_ahead(names, read), specs)
     computes_checksums = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)  # torch.load does not look at them, and they cost as much as the writing
+    results = []
     try:
-        results = [writer.write_data(plan, planner).wait() for plan in plans]
+        with Flusher() as flusher:
+            for plan in plans:
+                results.append(writer.write_data(plan, planner).wait())
+                for file_name in {result.storage_data.relative_path for result in results[-1]}:
+                    flusher.flush(directory / file_name)
     finally:
         torch.serialization.set_crc32_options(computes_checksums)
     writer.finish(Metadata(state_dict_metadata=stored.entries), results)
+    with Flusher() as flusher:
+        flusher.flush(directory / ".metadata")

@@ -20,6 +20,7 @@ from megatron_dmtd.conversion.directories import refuse_used
 from megatron_dmtd.conversion.gguf import gguf_file, write_as_hf_directory
 from megatron_dmtd.conversion.hf_config import to_hf_config
 from megatron_dmtd.conversion.hf_directory import write_hf_directory
+from megatron_dmtd.conversion.overlap import read_ahead
 from megatron_dmtd.conversion.rules import foreign_specs, rules
 from megatron_dmtd.conversion.sources import Checkpoint, HFDirectory, Source
 from megatron_dmtd.conversion.tokenizer_files import GENERATION_FILE, check_mask, tokenizer_files
@@ -118,6 +119,7 @@ def export_hf(
 
 
 def _cast(source: Checkpoint, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-    for rule in rules(source.model):
-        for name, tensor in source.foreign(rule):
+    table = {rule.own_name: rule for rule in rules(source.model)}
+    for own_name, whole in read_ahead(table, source.own):
+        for name, tensor in table[own_name].split(whole):
             yield name, tensor.to(dtype or tensor.dtype)

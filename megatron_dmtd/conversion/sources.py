@@ -108,7 +108,11 @@ class Checkpoint:
 
     def foreign(self, rule: Rule) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Source`."""
-        return rule.split(self._tensors.read(rule.own_name))
+        return rule.split(self.own(rule.own_name))
+
+    def own(self, own_name: str) -> torch.Tensor:
+        """One tensor under our name."""
+        return self._tensors.read(own_name)
 
 
 def open_source(path: str | Path) -> HFDirectory | Checkpoint:

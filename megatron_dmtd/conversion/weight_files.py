@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from megatron_dmtd.conversion.overlap import Flusher
 from megatron_dmtd.conversion.rules import TensorSpec
 from megatron_dmtd.errors import ConversionError
 
@@ -33,6 +33,8 @@ _TYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 #: what the format allows
 _MAX_HEADER_BYTES = 10**8
 _COMPARED_BYTES = 2**24
+#: the disk begins with what is written whenever so much has come
+_FLUSHED_BYTES = 2**27
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,8 +227,9 @@ def write_weights(
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     names = names if len(shards) > 1 else [SINGLE_FILE]
     stream = iter(tensors)
-    for file_name, shard in zip(names, shards, strict=True):
-        _write_file(directory / file_name, {name: specs[name] for name in shard}, stream)
+    with Flusher() as flusher:
+        for file_name, shard in zip(names, shards, strict=True):
+            _write_file(directory / file_name, {name: specs[name] for name in shard}, stream, flusher)
     left = next(stream, None)
     assert left is None, f"{left and left[0]} was not announced"
     if len(shards) > 1:
@@ -260,7 +263,10 @@ def _header(specs: Mapping[str, TensorSpec]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_file(path: Path, specs: Mapping[str, TensorSpec], stream: Iterator[tuple[str, torch.Tensor]]) -> None:
+def _write_file(
+    path: Path, specs: Mapping[str, TensorSpec], stream: Iterator[tuple[str, torch.Tensor]], flusher: Flusher
+) -> None:
+    unflushed_bytes = 0
     with open(path, "wb", buffering=0) as file:
         _write_all(file, memoryview(_header(specs)))
         for name, spec in specs.items():
@@ -268,7 +274,11 @@ def _write_file(path: Path, specs: Mapping[str, TensorSpec], stream: Iterator[tu
             assert (found, tuple(tensor.shape), tensor.dtype) == (name, spec.shape, spec.dtype), (found, name, tensor.shape, spec)
             _write_all(file, _bytes_of(tensor.contiguous()))
             del tensor
-        os.fsync(file.fileno())
+            unflushed_bytes += num_bytes_of(spec)
+            if unflushed_bytes > _FLUSHED_BYTES:
+                flusher.flush(path)
+                unflushed_bytes = 0
+    flusher.flush(path)
 
 
 def _write_all(file: Any, buffer: memoryview) -> None:

@@ -123,7 +123,7 @@ def test_a_write_that_fails_in_its_middle_leaves_nothing(hf_directory, tmp_path)
 
 
 def test_a_terminated_conversion_leaves_nothing(hf_directory, tmp_path):
-    """Reading one of the files takes a minute, so that the signal meets the conversion in the middle of its work."""
+    """Reading one of the files takes five seconds, so that the signal meets the conversion in the middle of its work."""
     assert main(["import", hf_directory, str(tmp_path / "start")]) == 0
     victim = next(path for path in (tmp_path / "start").glob("*.distcp") if path.stat().st_size > 2000)
     code = (
@@ -132,7 +132,7 @@ def test_a_terminated_conversion_leaves_nothing(hf_directory, tmp_path):
         "def slow(path, *rest, **options):\n"
         f"    if str(path) == {str(victim)!r}:\n"
         "        print('reading', flush=True)\n"
-        "        time.sleep(60)\n"
+        "        time.sleep(5)\n"
         "    return original(path, *rest, **options)\n"
         "builtins.open = slow\n"
         f"sys.argv = ['convert.py', 'export', {str(tmp_path / 'start')!r}, {str(tmp_path / 'out')!r}]\n"

@@ -1,0 +1,57 @@
+"""Reading, writing and flushing at once: what lets a conversion keep up with a copy of the files.
+
+Knows nothing of tensors. One item is read ahead of the one that is being written, no more, so that memory stays bounded; and the
+disk is told to begin with what has been written, instead of waiting for all of it at the end.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+def read_ahead(keys: Iterable[Key], read: Callable[[Key], Value]) -> Iterator[tuple[Key, Value]]:
+    """`(key, read(key))` in order; the next one is read by a thread while the caller works on the last. Errors pass through."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        waiting: tuple[Key, Future[Value]] | None = None
+        for key in keys:
+            following = key, thread.submit(read, key)
+            if waiting is not None:
+                yield waiting[0], waiting[1].result()
+            waiting = following
+        if waiting is not None:
+            yield waiting[0], waiting[1].result()
+
+
+class Flusher:
+    """Flushes files to the disk in a thread. Leaving the block waits for all of them, and raises what a flush raised."""
+
+    def __enter__(self) -> Flusher:
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._flushes: list[Future[None]] = []
+        return self
+
+    def flush(self, path: Path) -> None:
+        """Begin to flush what has been written of a file so far."""
+        self._flushes.append(self._thread.submit(_flush, path))
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=kind is not None)
+        if kind is None:
+            for flush in self._flushes:
+                flush.result()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
