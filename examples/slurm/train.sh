@@ -48,24 +48,30 @@ requeue() {
     say "requeued"
     if [[ -n "$bad_nodes" ]]; then
         # Only a pending job's nodes may be changed, and it is pending when this attempt has been taken down.
-        local try
-        for try in {1..50}; do
-            if scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$bad_nodes" 2>/dev/null; then break; fi
+        for _ in {1..50}; do
+            if scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$bad_nodes" 2>/dev/null; then
+                say "excluded $bad_nodes"
+                exit 0
+            fi
             sleep 0.2
         done
-        say "excluded $bad_nodes (after try $try)"
+        say "could not exclude $bad_nodes: the next preflight will find it again"
     fi
     exit 0
 }
 
 # Ends the job with a status, or requeues it if it may restart.
 restart_or_end() {
-    local status="$1" bad_nodes="${2:-}"
-    if restarts again --status "$status"; then
-        requeue "$status" "$bad_nodes"
-    fi
-    say "ends with status $status"
-    exit "$status"
+    local status="$1" bad_nodes="${2:-}" answer=0
+    restarts again --status "$status" || answer=$?
+    case "$answer" in
+        2 | 7)
+            say "ends with status $status"
+            exit "$status"
+            ;;
+        # 0: yes. Anything else is srun's own failure on a job that is losing a node; the next attempt will count.
+        *) requeue "$status" "$bad_nodes" ;;
+    esac
 }
 
 # The trainer's verdict from the ranks' statuses: what cannot be mended by a restart counts most, a killed rank least.
