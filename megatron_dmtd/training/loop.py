@@ -212,6 +212,7 @@ class Trainer:
         self._open_data()
         if self.progress.evaluation_due:
             self._evaluate()
+            self._saved_step = None  # the checkpoint of this step says that the evaluation is still due
         while run.step < config.training.steps and not self._must_stop():
             self._report(self._step())
             if self._held_out is not None and _due(run.step, config.training.eval_interval, config.training.steps):

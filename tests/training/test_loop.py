@@ -6,6 +6,7 @@ log line but its clock values.
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -90,29 +91,34 @@ def test_an_evaluation_that_was_caught_up_with_is_logged_once_though_the_run_die
     assert sent == ["evaluation"]
     saved = Path(config.checkpoint.dir) / paths.step_directory_name(2)
     assert common_of(saved)["progress"]["evaluation_due"]
-    for _ in range(2):  # runs that end after the evaluation and, the step being saved already, without a save
+    shutil.copytree(config.checkpoint.dir, tmp_path / "copy")
+    for _ in range(2):  # runs whose evaluation is logged, and whose next checkpoint is lost, as when they are killed before it
         run_ranks(1, run_job, with_settings(config, training={"steps": 2}, optimizer={"decay_steps": 6}))
         assert [line["step"] for line in lines_of(config)] == [2]
+        assert not common_of(saved)["progress"]["evaluation_due"]
+        shutil.rmtree(config.checkpoint.dir)
+        shutil.copytree(tmp_path / "copy", config.checkpoint.dir)
     run_ranks(1, run_job, config)
     _assert_same_run(config, whole[1])
 
 
 def test_runs_cut_at_every_step_log_as_one(corpus: tuple[str, str], tmp_path: Path, whole: dict[int, Config]) -> None:
     config = _config(corpus, tmp_path, checkpoint={"asynchronous": False})
-    for _ in range(6):
+    for _ in range(8):  # the last evaluation may be cut off too
         ended, _, _ = run_ranks(1, run_job, config, "a step", (0,))[0]
         if ended == "done":
             break
+    assert ended == "done"
     steps = paths.step_directories(Path(config.checkpoint.dir))
     assert len(steps) == 3, "kept: the last three of six"
     _assert_same_run(config, whole[1])
 
 
 def test_other_corpora_are_refused_before_the_next_step(corpus: tuple[str, str], tmp_path: Path) -> None:
-    config = _config(corpus, tmp_path, training={"steps": 2})
+    config = _config(corpus, tmp_path, training={"steps": 2}, optimizer={"decay_steps": 6})
     run_ranks(1, run_job, config)
     other = write_corpus(tmp_path / "other", num_documents=40)
-    changed = with_settings(config, data={"train": (other,)}, training={"steps": 4}, optimizer={"decay_steps": 2})
+    changed = with_settings(config, data={"train": (other,)}, training={"steps": 4})
     with pytest.raises(AssertionError, match="required: the same corpora") as caught:
         run_ranks(1, run_job, changed)
     assert CheckpointError.__name__ in str(caught.value)
@@ -125,7 +131,7 @@ def test_a_new_run_among_the_checkpoints_of_another_is_refused(corpus: tuple[str
     prepare_megatron()
     from megatron_dmtd.training.loop import resume_directory
 
-    config = _config(corpus, tmp_path, training={"steps": 2}, checkpoint={"resume": False})
+    config = _config(corpus, tmp_path, training={"steps": 2}, optimizer={"decay_steps": 6}, checkpoint={"resume": False})
     assert resume_directory(config) is None
     run_ranks(1, run_job, config)
     with pytest.raises(ConfigError, match=r"checkpoint.resume is false"):
