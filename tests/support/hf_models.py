@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -47,7 +48,7 @@ def random_hf_directory(
 
     def tensors():
         for name, spec in specs.items():
-            noise = torch.empty(spec.shape, dtype=dtype).normal_(generator=generator)
+            noise = _noise(spec, generator)
             yield name, noise.mul_(0.2).add_(1) if len(spec.shape) == 1 else noise.mul_(spec.shape[-1] ** -0.5)
 
     fields = to_hf_config(model, cycle)
@@ -55,6 +56,13 @@ def random_hf_directory(
         directory, fields=fields, specs=specs, tensors=tensors(), tokenizer_dir=tokenizer_dir, shard_bytes=shard_bytes
     )
     return directory
+
+
+def _noise(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
+    """Normal noise. In large tensors it repeats after a prime number of elements, so that no two rows are equal."""
+    num_elements = math.prod(spec.shape)
+    block = torch.empty(min(num_elements, 4_194_301), dtype=spec.dtype).normal_(generator=generator)
+    return block.repeat(-(-num_elements // len(block)))[:num_elements].reshape(spec.shape)
 
 
 def save_tokenizer(directory: Path, *, vocab_size: int = 300) -> Path:
