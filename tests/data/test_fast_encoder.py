@@ -31,11 +31,23 @@ def json_of(tokenizer, *, chats=False):
     return encoder_json(tokenizer, control_ids(tokenizer), chats=chats)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["texts", "chats"])
+def with_normalizer(tokenizer_json, normalizer):
+    return json.dumps({**json.loads(tokenizer_json), "normalizer": normalizer})
+
+
+NFC = {"type": "NFC"}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(False, None), (True, None), (False, NFC), (True, NFC)],
+    ids=["texts", "chats", "NFC texts", "NFC chats"],
+)
 def pair(request, tokenizer):
-    """The fast and the reference encoder of texts, and of chats."""
-    text = json_of(tokenizer, chats=request.param)
-    return FastEncoder(text, chats=request.param), TextEncoder(text, chats=request.param)
+    """The fast and the reference encoder of texts and of chats, without and with a normalizer."""
+    chats, normalizer = request.param
+    text = with_normalizer(json_of(tokenizer, chats=chats), normalizer)
+    return FastEncoder(text, chats=chats), TextEncoder(text, chats=chats)
 
 
 def assert_equal(pair, texts):
@@ -46,7 +58,7 @@ def assert_equal(pair, texts):
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(texts=st.lists(st.text() | st.sampled_from(TEXTS), max_size=5))
+@given(texts=st.lists(st.text() | st.sampled_from([*TEXTS, "e\u0301", "<think>\u0338", "\u07eb\u07fd\u07f3"]), max_size=5))
 def test_ids_are_equal_on_any_text(pair, texts):
     assert_equal(pair, texts)
 
@@ -55,6 +67,34 @@ def test_ids_are_equal_on_the_probes_which_spell_every_added_token(tokenizer, pa
     texts = probes(json_of(tokenizer))
     assert sum("<think>" in text for text in texts) == 1 and sum("<|mask|>" in text for text in texts) == 1
     assert_equal(pair, texts)
+
+
+def test_documents_that_normalising_changes_keep_their_places_among_the_others(pair):
+    assert_equal(pair, ["e\u0301", "the", "cat", "e\u0301", "sat", "x\u0323\u0301 the"])
+    assert_equal(pair, ["e\u0301"])
+
+
+def test_the_order_of_rare_marks_is_that_of_tokenizers(tokenizer):
+    """gigatoken 0.10 alone orders N'Ko marks otherwise: found in real text."""
+    import gigatoken
+
+    text = with_normalizer(json_of(tokenizer), NFC)
+    words = "\u07eb\u07fd\u07f3"
+    (want,) = TextEncoder(text).encode_batch([words])
+    assert gigatoken.Tokenizer.from_json(text).encode(words).tolist() != want.tolist(), "they agree by now"
+    assert FastEncoder(text).encode_flat([words])[0].tolist() == want.tolist()
+
+
+def test_a_normalizer_that_is_not_known_to_be_the_same_is_left_to_tokenizers(tokenizer):
+    both = {"type": "Sequence", "normalizers": [NFC, NFC]}
+    assert choose_encoder(with_normalizer(json_of(tokenizer), both), TEXTS).name == "gigatoken"
+    choice = choose_encoder(with_normalizer(json_of(tokenizer), {"type": "NFKC"}), TEXTS)
+    assert choice.name == "tokenizers" and "its normalizer is NFKC, only NFC is known to be the same" in choice.reason
+
+
+def test_probes_show_every_character_that_tables_may_not_know(tokenizer):
+    shown = set("".join(probes(json_of(tokenizer))))
+    assert {"\u07fd", "\u0967", "\U0001e900", "\u3000", "中"} <= shown | {"中"} and len(shown) > 70_000
 
 
 def test_special_tokens_stay_text_and_other_added_tokens_are_read(tokenizer):
@@ -101,7 +141,8 @@ def test_a_tokenizer_that_it_reads_differently_falls_back_and_names_a_text(token
 
 
 def test_without_the_package_tokenizers_is_taken(tokenizer, monkeypatch):
-    monkeypatch.setitem(sys.modules, "gigatoken", None)  # as Python itself marks a module that cannot be imported
+    monkeypatch.delitem(sys.modules, "gigatoken", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [])  # nothing can be found any more
     choice = choose_encoder(json_of(tokenizer), TEXTS)
     assert (choice.name, choice.reason) == ("tokenizers", "gigatoken is not installed")
 
