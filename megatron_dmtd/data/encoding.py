@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from megatron_dmtd.data.chat import ChatError, ChatRenderer, Span
 from megatron_dmtd.data.documents import BadDocument, Document, Split, is_heldout
-from megatron_dmtd.data.fast_encoder import EncoderName, make_encoder
+from megatron_dmtd.data.fast_encoder import EncoderName, FastModel, make_encoder
 from megatron_dmtd.data.inputs import Block
 from megatron_dmtd.data.tokenizer import ControlIds, TextEncoder, load_tokenizer
 
@@ -31,7 +31,11 @@ class EncodingJob:
     tokenizer_json: str
     """From `encoder_json`."""
     encoder: EncoderName
+    fast_model: FastModel | None
+    """What `gigatoken` loads; None if it is not the encoder."""
     control: ControlIds
+    vocab_size: int
+    """The highest id that may be written, plus 1."""
     chats: bool
     assistant_loss: bool
     """Whether only what the assistant wrote carries loss."""
@@ -87,7 +91,7 @@ class BlockEncoder:
     def __init__(self, job: EncodingJob) -> None:
         self._job = job
         self._renderer = ChatRenderer(load_tokenizer(job.tokenizer_dir)) if job.chats else None
-        self._encoder = make_encoder(job.encoder, job.tokenizer_json, chats=job.chats)
+        self._encoder = make_encoder(job.encoder, job.tokenizer_json, chats=job.chats, model=job.fast_model)
         self._reference = TextEncoder(job.tokenizer_json, chats=job.chats) if job.assistant_loss else None
 
     def __call__(self, block: Block) -> BlockTokens:

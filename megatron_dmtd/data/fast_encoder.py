@@ -12,9 +12,10 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +41,8 @@ _PROBES = (
     "",
 )
 
+#: growth of a process by an encoder, at most about, before it forgets what it has learnt
+MAX_CACHE_BYTES = 512 << 20
 #: tokenizers (by digest, and whether for chats) that passed the probes in this process: they need not pass them again
 _PROBED: set[tuple[bytes, bool]] = set()
 
@@ -52,34 +55,64 @@ class Encoder(Protocol):
         ...
 
 
-def _normal_form(model: dict[str, Any]) -> NormalForm | None:
-    """What texts must be in, to be their own normalised form. Raises `ValueError` for other normalizers than NFC."""
+def resident_bytes() -> int:
+    """Memory of this process; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/statm", "rb") as stream:
+            return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except FileNotFoundError:
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FastModel:
+    """A tokenizer as `gigatoken` is to see it. To make it once takes a second that no worker needs to spend again."""
+
+    json: str
+    is_normalizing: bool
+    """Whether the tokenizer normalises texts, by NFC."""
+
+
+def fast_model(tokenizer_json: str, *, chats: bool) -> FastModel:
+    """The tokenizer without what is done elsewhere. Raises `ValueError` for a normalizer that is not known to be the same."""
+    model = json.loads(tokenizer_json)
     normalizer = model["normalizer"]
-    if normalizer is None:
-        return None
-    parts = normalizer.get("normalizers", [normalizer])
-    if any(part["type"] != "NFC" for part in parts):
-        raise ValueError(f"its normalizer is {' and '.join(part['type'] for part in parts)}, only NFC is known to be the same")
-    return NormalForm()
+    kinds = [] if normalizer is None else [part["type"] for part in normalizer.get("normalizers", [normalizer])]
+    if any(kind != "NFC" for kind in kinds):
+        raise ValueError(f"its normalizer is {' and '.join(kinds)}, only NFC is known to be the same")
+    model["normalizer"] = None
+    model["post_processor"] = None  # it only adds tokens, which are not wanted
+    if not chats:
+        # gigatoken reads added tokens wherever they are spelt. Those marked special must stay text: it never hears of them.
+        model["added_tokens"] = [token for token in model["added_tokens"] if not token["special"]]
+    return FastModel(json=json.dumps(model), is_normalizing=bool(kinds))
 
 
 class FastEncoder:
     """Text to ids by `gigatoken`, on the calling thread; documents that are not in normal form by `tokenizers`."""
 
-    def __init__(self, tokenizer_json: str, *, chats: bool = False) -> None:
-        """`tokenizer_json` as for `TextEncoder`. Raises whatever `gigatoken` does for a tokenizer that it does not support."""
+    def __init__(self, tokenizer_json: str, *, chats: bool = False, model: FastModel | None = None) -> None:
+        """`tokenizer_json` as for `TextEncoder`, `model` from `fast_model`.
+
+        Raises whatever `gigatoken` does for a tokenizer that it does not support.
+        """
+        self._source, self._chats = tokenizer_json, chats
+        self._model = fast_model(tokenizer_json, chats=chats) if model is None else model
+        self._normal_form = NormalForm() if self._model.is_normalizing else None
+        self._reference: TextEncoder | None = None
+        self._load()
+
+    def _load(self) -> None:
         import gigatoken
 
-        model = json.loads(tokenizer_json)
-        self._source, self._chats = tokenizer_json, chats
-        self._normal_form = _normal_form(model)
-        self._reference: TextEncoder | None = None
-        model["normalizer"] = None
-        model["post_processor"] = None  # it only adds tokens, which are not wanted
-        if not chats:
-            # gigatoken reads added tokens wherever they are spelt. Those marked special must stay text: it never hears of them.
-            model["added_tokens"] = [token for token in model["added_tokens"] if not token["special"]]
-        self._tokenizer = gigatoken.Tokenizer.from_json(json.dumps(model))
+        self._tokenizer = gigatoken.Tokenizer.from_json(self._model.json)
+        self._memory_limit = resident_bytes() + MAX_CACHE_BYTES
+
+    def _bound_memory(self) -> None:
+        """Replace an instance that has seen too many words: gigatoken remembers each of them for ever."""
+        if resident_bytes() > self._memory_limit:
+            del self._tokenizer  # before its successor is loaded: there is room for one
+            self._load()
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """The ids of all texts one after the other, and the number of ids of each."""
@@ -99,6 +132,7 @@ class FastEncoder:
     def _encode(self, texts: list[str]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         if not texts:
             return np.empty(0, np.int32), np.empty(0, np.int64)
+        self._bound_memory()
         # gigatoken's thread pool does not survive a fork, and the run has processes of its own
         layout = self._tokenizer.encode_batch(texts, parallel=False).layout
         offsets = np.asarray(layout.offsets.data, dtype=np.int64)
@@ -112,6 +146,8 @@ class Choice:
 
     name: EncoderName
     reason: str
+    model: FastModel | None = None
+    """What `FastEncoder` takes, if `gigatoken` was chosen."""
 
 
 #: blocks of characters that are all alike, or private: one in so many of them stands for the rest
@@ -141,50 +177,59 @@ def probes(tokenizer_json: str) -> list[str]:
 
 
 def choose_encoder(
-    tokenizer_json: str, sample: Sequence[str], *, chats: bool = False, wanted: EncoderName | None = None
+    tokenizer_json: str,
+    sample: Sequence[str],
+    *,
+    chats: bool = False,
+    wanted: EncoderName | None = None,
+    reference: TextEncoder | None = None,
 ) -> Choice:
     """`gigatoken` if it gives the ids of `tokenizers` on `sample` and on our probes, otherwise `tokenizers`.
+
+    `reference` is the tokenizer's `TextEncoder`, if there is one already.
 
     Raises `CapabilityError` if `wanted` is `gigatoken` and it cannot be used.
     """
     if wanted == "tokenizers":
         return Choice(name="tokenizers", reason="asked for")
-    if importlib.util.find_spec("gigatoken") is None:
-        obstacle = "gigatoken is not installed"
-    else:
-        key = hashlib.sha256(tokenizer_json.encode()).digest(), chats
-        texts = list(sample) if key in _PROBED else [*probes(tokenizer_json), *sample]
-        obstacle = _obstacle(tokenizer_json, texts, chats=chats)
-    if not obstacle:
-        _PROBED.add(key)
+    model, obstacle = _try_fast(tokenizer_json, sample, chats=chats, reference=reference)
+    if model is not None:
         size = sum(len(text.encode()) for text in sample)
-        return Choice(
-            name="gigatoken", reason=f"its ids equal those of tokenizers on {size} bytes of this run's data and on probes"
-        )
+        reason = f"its ids equal those of tokenizers on {size} bytes of this run's data and on probes"
+        return Choice(name="gigatoken", reason=reason, model=model)
     if wanted == "gigatoken":
         raise CapabilityError(found=obstacle, required="gigatoken", remedy="leave the choice to the command: it takes tokenizers")
     return Choice(name="tokenizers", reason=obstacle)
 
 
-def _obstacle(tokenizer_json: str, texts: Sequence[str], *, chats: bool) -> str:
-    """Why gigatoken cannot be used for these texts; empty if it can."""
+def _try_fast(
+    tokenizer_json: str, sample: Sequence[str], *, chats: bool, reference: TextEncoder | None
+) -> tuple[FastModel | None, str]:
+    """The model for gigatoken, or None and why it cannot be used."""
+    if importlib.util.find_spec("gigatoken") is None:
+        return None, "gigatoken is not installed"
+    key = hashlib.sha256(tokenizer_json.encode()).digest(), chats
+    texts = list(sample) if key in _PROBED else [*probes(tokenizer_json), *sample]
     try:
-        fast = FastEncoder(tokenizer_json, chats=chats)
-        ids, lengths = fast.encode_flat(texts)
+        model = fast_model(tokenizer_json, chats=chats)
+        ids, lengths = FastEncoder(tokenizer_json, chats=chats, model=model).encode_flat(texts)
     except BaseException as error:  # what its compiled code raises has no common base, and a panic is no Exception
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise
-        return f"gigatoken does not support this tokenizer ({type(error).__name__}: {str(error)[:200]})"
-    expected = TextEncoder(tokenizer_json, chats=chats).encode_batch(texts)
+        return None, f"gigatoken does not support this tokenizer ({type(error).__name__}: {str(error)[:200]})"
+    expected = (reference or TextEncoder(tokenizer_json, chats=chats)).encode_batch(texts)
     for text, got, want in zip(texts, np.split(ids, np.cumsum(lengths)[:-1]), expected):
         if not np.array_equal(got, want):
-            return f"gigatoken gives other ids than tokenizers for {text[:60]!r}"
-    return ""
+            return None, f"gigatoken gives other ids than tokenizers for {text[:60]!r}"
+    _PROBED.add(key)
+    return model, ""
 
 
-def make_encoder(name: EncoderName, tokenizer_json: str, *, chats: bool) -> Encoder:
-    """The chosen encoder."""
-    return FastEncoder(tokenizer_json, chats=chats) if name == "gigatoken" else TextEncoder(tokenizer_json, chats=chats)
+def make_encoder(name: EncoderName, tokenizer_json: str, *, chats: bool, model: FastModel | None = None) -> Encoder:
+    """The chosen encoder; `model` saves `gigatoken` the time to make it."""
+    if name == "gigatoken":
+        return FastEncoder(tokenizer_json, chats=chats, model=model)
+    return TextEncoder(tokenizer_json, chats=chats)
 
 
 def check_equal(reference: TextEncoder, text: str, ids: npt.NDArray[np.integer], *, where: str) -> None:

@@ -117,7 +117,8 @@ def preprocess(inputs: Sequence[Input], options: PreprocessOptions, *, say: Call
     chats = options.keys.messages is not None
     renderer = ChatRenderer(tokenizer) if chats else None
     text = encoder_json(tokenizer, control, chats=chats)
-    dtype = _dtype(options.dtype, vocabulary_size(text, control))
+    vocab_size = vocabulary_size(text, control)
+    dtype = _dtype(options.dtype, vocab_size)
     header = _header(inputs, options, control, dtype)
     _check_outputs(options, header)
     with PartialOutput(
@@ -134,19 +135,22 @@ def preprocess(inputs: Sequence[Input], options: PreprocessOptions, *, say: Call
             say(f"going on with {output.folder}, after {state.input} inputs and {state.block} blocks")
         choice = None
         if not output.state.finished:
-            choice = _choose(inputs, options, text, renderer)
+            reference = TextEncoder(text, chats=chats)
+            choice = _choose(inputs, options, text, renderer, reference)
             say(f"tokenising with {choice.name}: {choice.reason}")
             job = EncodingJob(
                 tokenizer_dir=options.tokenizer_dir,
                 tokenizer_json=text,
                 encoder=choice.name,
+                fast_model=choice.model,
                 control=control,
+                vocab_size=vocab_size,
                 chats=chats,
                 assistant_loss=options.assistant_loss,
                 heldout_fraction=options.heldout_fraction,
                 dtype=dtype,
             )
-            _write(_Blocks(inputs, options, output.state), output, job, options)
+            _write(_Blocks(inputs, options, output.state), output, job, options, reference)
             _check_counts(output)
             manifests = {split: _manifest(split, inputs, output, job, options) for split in output.outputs}
             output.finish({split: dump_manifest(manifest) for split, manifest in manifests.items()})
@@ -212,7 +216,13 @@ def _check_outputs(options: PreprocessOptions, header: dict[str, Any]) -> None:
     )
 
 
-def _choose(inputs: Sequence[Input], options: PreprocessOptions, tokenizer_json: str, renderer: ChatRenderer | None) -> Choice:
+def _choose(
+    inputs: Sequence[Input],
+    options: PreprocessOptions,
+    tokenizer_json: str,
+    renderer: ChatRenderer | None,
+    reference: TextEncoder,
+) -> Choice:
     chats = options.keys.messages is not None
     if options.assistant_loss:  # needs to know where in the text a token lies
         if options.encoder == "gigatoken":
@@ -225,7 +235,7 @@ def _choose(inputs: Sequence[Input], options: PreprocessOptions, tokenizer_json:
     sample: list[str] = []
     for one in inputs[:: max(1, len(inputs) // _SAMPLED_INPUTS)][:_SAMPLED_INPUTS]:
         sample += sample_texts(one.blocks(_SAMPLE_CHARACTERS), renderer, num_characters=_SAMPLE_CHARACTERS)
-    return choose_encoder(tokenizer_json, sample, chats=chats, wanted=options.encoder)
+    return choose_encoder(tokenizer_json, sample, chats=chats, wanted=options.encoder, reference=reference)
 
 
 class _Blocks:
@@ -276,8 +286,7 @@ class _Blocks:
             self._state.sources.append({"name": one.name, "num_bytes": one.num_bytes, "sha256": one.sha256})
 
 
-def _write(blocks: _Blocks, output: PartialOutput, job: EncodingJob, options: PreprocessOptions) -> None:
-    reference = TextEncoder(job.tokenizer_json, chats=job.chats) if job.encoder == "gigatoken" else None
+def _write(blocks: _Blocks, output: PartialOutput, job: EncodingJob, options: PreprocessOptions, reference: TextEncoder) -> None:
     # closing: an error below must end the workers now, not when its traceback is forgotten
     with (
         _Progress(blocks.num_bytes, shown=options.show_progress) as progress,
@@ -288,7 +297,7 @@ def _write(blocks: _Blocks, output: PartialOutput, job: EncodingJob, options: Pr
                 if output.has_progress:
                     output.save(now=True)
                 raise tokens.bad[0].error()
-            if reference is not None and tokens.sample is not None:
+            if tokens.sample is not None:
                 name, text, ids = tokens.sample
                 check_equal(reference, text, ids, where=name)
             output.append(tokens.splits)
@@ -362,7 +371,7 @@ def _manifest(
         skipped=state.skipped,
         dtype=np.dtype(job.dtype).name,
         max_token_id=counts.max_token_id,
-        vocab_size=vocabulary_size(job.tokenizer_json, job.control),
+        vocab_size=job.vocab_size,
         eos_token_id=job.control.eos,
         pad_token_id=job.control.pad,
         mask_token_id=job.control.mask,

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_dmtd.data.fast_encoder import FastEncoder, check_equal, choose_encoder, make_encoder, probes
+from megatron_dmtd.data import fast_encoder
+from megatron_dmtd.data.fast_encoder import (
+    FastEncoder,
+    check_equal,
+    choose_encoder,
+    fast_model,
+    make_encoder,
+    probes,
+    resident_bytes,
+)
 from megatron_dmtd.data.tokenizer import TextEncoder, control_ids, encoder_json, load_tokenizer, train_bpe
 from megatron_dmtd.errors import CapabilityError, DataError
 
@@ -153,3 +162,26 @@ def test_a_difference_found_during_the_run_is_an_error(tokenizer):
     check_equal(reference, "the cat", ids, where="a:1")
     with pytest.raises(DataError, match=r"a:1: gigatoken's ids differ"):
         check_equal(reference, "the cat", ids[::-1], where="a:1")
+
+
+def test_a_model_made_once_is_all_that_a_worker_loads(tokenizer):
+    text = json_of(tokenizer)
+    choice = choose_encoder(text, TEXTS)
+    assert choice.model == fast_model(text, chats=False) and not choice.model.is_normalizing
+    encoder = make_encoder("gigatoken", text, chats=False, model=choice.model)
+    assert_equal((encoder, TextEncoder(text)), TEXTS)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the memory of a process so cheaply")
+def test_an_encoder_that_knows_too_many_words_forgets_them_and_encodes_as_before(tokenizer):
+    text = json_of(tokenizer)
+    encoder, reference = FastEncoder(text), TextEncoder(text)
+    first = encoder._tokenizer
+    encoder.encode_flat(TEXTS)
+    assert encoder._tokenizer is first
+    held = bytearray(fast_encoder.MAX_CACHE_BYTES + (64 << 20))  # the process grows, as if by words
+    assert_equal((encoder, reference), TEXTS)
+    assert encoder._tokenizer is not first and resident_bytes() > len(held)
+    second = encoder._tokenizer
+    assert_equal((encoder, reference), TEXTS)
+    assert encoder._tokenizer is second  # counted anew from where it was loaded

@@ -77,16 +77,20 @@ def ours(source: str, tokenizer_dir: str, prefix: str, *, num_workers: int) -> f
 def worker_rates(source: str, tokenizer_dir: str) -> dict[str, float]:
     """Tokens per CPU second of one worker of each kind, lines parsed, ids compared: a figure that other work hardly changes."""
     from megatron_dmtd.data.encoding import BlockEncoder, EncodingJob
+    from megatron_dmtd.data.fast_encoder import fast_model
     from megatron_dmtd.data.inputs import BLOCK_BYTES, open_inputs
-    from megatron_dmtd.data.tokenizer import control_ids, encoder_json, load_tokenizer
+    from megatron_dmtd.data.tokenizer import control_ids, encoder_json, load_tokenizer, vocabulary_size
 
     tokenizer = load_tokenizer(tokenizer_dir)
     control = control_ids(tokenizer)
+    text = encoder_json(tokenizer, control, chats=False)
     job = EncodingJob(
         tokenizer_dir=tokenizer_dir,
-        tokenizer_json=encoder_json(tokenizer, control, chats=False),
+        tokenizer_json=text,
         encoder="gigatoken",
+        fast_model=fast_model(text, chats=False),
         control=control,
+        vocab_size=vocabulary_size(text, control),
         chats=False,
         assistant_loss=False,
         heldout_fraction=0.0,
