@@ -2,7 +2,7 @@
 
 The only home of `gigatoken`. It implements byte-level BPE by its own rules, so nothing is taken on trust. Its normal form C is
 not used at all: the tables of 0.10 are of another year than those of `tokenizers`, which one document in ten thousand of real
-text showed; a document that is not in normal form is encoded by `tokenizers`. For the rest `choose_encoder` compares the two on
+text showed; `tokenizers` normalises. For the rest `choose_encoder` compares the two on
 all characters whose class may be in doubt, on texts made to find differences, and on a sample of the run's own data, and says
 what it chose and why.
 """
@@ -71,6 +71,8 @@ class FastModel:
     json: str
     is_normalizing: bool
     """Whether the tokenizer normalises texts, by NFC."""
+    added_tokens: tuple[str, ...]
+    """What is read as one token wherever it is spelt, before or after normalising."""
 
 
 def fast_model(tokenizer_json: str, *, chats: bool) -> FastModel:
@@ -85,11 +87,12 @@ def fast_model(tokenizer_json: str, *, chats: bool) -> FastModel:
     if not chats:
         # gigatoken reads added tokens wherever they are spelt. Those marked special must stay text: it never hears of them.
         model["added_tokens"] = [token for token in model["added_tokens"] if not token["special"]]
-    return FastModel(json=json.dumps(model), is_normalizing=bool(kinds))
+    contents = tuple(token["content"] for token in model["added_tokens"])
+    return FastModel(json=json.dumps(model), is_normalizing=bool(kinds), added_tokens=contents)
 
 
 class FastEncoder:
-    """Text to ids by `gigatoken`, on the calling thread; documents that are not in normal form by `tokenizers`."""
+    """Text to ids by `gigatoken`, on the calling thread, and by `tokenizers` what only that can do."""
 
     def __init__(self, tokenizer_json: str, *, chats: bool = False, model: FastModel | None = None) -> None:
         """`tokenizer_json` as for `TextEncoder`, `model` from `fast_model`.
@@ -117,11 +120,23 @@ class FastEncoder:
     def encode_flat(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         """The ids of all texts one after the other, and the number of ids of each."""
         form = self._normal_form
-        others = [] if form is None else [nth for nth, text in enumerate(texts) if not form.holds(text)]
-        if not others:
-            return self._encode(list(texts))
+        changed = [] if form is None else [nth for nth, text in enumerate(texts) if not form.holds(text)]
+        ready = list(texts)
+        others = []
+        for nth in changed:
+            assert form is not None
+            ready[nth] = form.of(texts[nth])
+            # An added token is found before the text around it is normalised: where one is near, the order of the two matters.
+            if any(token in texts[nth] or token in ready[nth] for token in self._model.added_tokens):
+                others.append(nth)
+        return self._with_reference(texts, ready, others) if others else self._encode(ready)
+
+    def _with_reference(
+        self, texts: Sequence[str], ready: list[str], others: list[int]
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """The ids of `ready`, but those of the texts `others` by `tokenizers`."""
         left_out = set(others)
-        fast, fast_lengths = self._encode([text for nth, text in enumerate(texts) if nth not in left_out])
+        fast, fast_lengths = self._encode([text for nth, text in enumerate(ready) if nth not in left_out])
         parts: list[npt.NDArray[np.int32]] = np.split(fast, np.cumsum(fast_lengths)[:-1]) if fast_lengths.size else []
         if self._reference is None:
             self._reference = TextEncoder(self._source, chats=self._chats)

@@ -25,6 +25,11 @@ class NormalForm:
 
         self._reference = normalizers.NFC()
 
+    def of(self, text: str) -> str:
+        """The text in normal form."""
+        normalised: str = self._reference.normalize_str(text)
+        return normalised
+
     def holds(self, text: str) -> bool:
         """Whether normalising changes nothing; then it changes no part of the text either."""
         if text.isascii():

@@ -81,6 +81,9 @@ def test_ids_are_equal_on_the_probes_which_spell_every_added_token(tokenizer, pa
 def test_documents_that_normalising_changes_keep_their_places_among_the_others(pair):
     assert_equal(pair, ["e\u0301", "the", "cat", "e\u0301", "sat", "x\u0323\u0301 the"])
     assert_equal(pair, ["e\u0301"])
+    # with an added token in them, which is found before its neighbours are normalised
+    assert_equal(pair, ["the", "<think>\u0338 e\u0301", "cat", "e\u0301", "e\u0301<think>", "<think\u003e", "sat"])
+    assert_equal(pair, ["e\u0301<think>"])
 
 
 def test_the_order_of_rare_marks_is_that_of_tokenizers(tokenizer):
