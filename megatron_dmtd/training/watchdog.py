@@ -96,6 +96,7 @@ class Watchdog:
         self._store: Any = None
         self._last_beat = time.monotonic()
         self._is_over = threading.Event()
+        self._ends_the_job = threading.Lock()
         host = socket.gethostname()
         self._sign = Sign(
             rank=rank, host=host, pid=os.getpid(), phase="start", step=0, beats=0, still_s=0.0, line="", waits=False, serial=0
@@ -126,14 +127,21 @@ class Watchdog:
         self._last_beat = time.monotonic()
 
     def stop(self) -> None:
-        """Watch no longer."""
-        self._is_over.set()
+        """Watch no longer. Where the watchdog is ending the process already, that is waited for.
+
+        The rank that reports first also exits first, and so fails the collectives in which the others wait: their main threads
+        must not get ahead of their own reports.
+        """
+        with self._ends_the_job:
+            self._is_over.set()
 
     def _watch(self) -> None:
         while not self._is_over.wait(self.period_s):
             self._tell()
             if time.monotonic() - self._last_beat > self._allowed_s:
-                self._end_the_job()
+                with self._ends_the_job:
+                    if not self._is_over.is_set():
+                        self._end_the_job()
 
     def _tell(self) -> None:
         line, waits = _main_thread_place()
@@ -162,7 +170,7 @@ class Watchdog:
         for _ in range(2):
             time.sleep(self.period_s)
             self._tell()
-        if self._sign.beats != beats or self._is_over.is_set():  # it was only slow
+        if self._sign.beats != beats:  # it was only slow
             return
         os.write(2, self._report(before, self._read()).encode(errors="replace"))
         # The others stalled a little later and are about to report too; the first exit would break their collectives before that.

@@ -1,6 +1,8 @@
 """A rank that stalls is named and the job ends. Pure rules first, then real processes."""
 
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +65,28 @@ def test_a_beat_may_ask_for_more_time_and_a_stopped_watchdog_ends_nothing() -> N
     watchdog.beat("step", step=0)
     time.sleep(1.5)
     assert watchdog._sign.still_s > 1
+
+
+_FAILS_AFTER_THE_REPORT = """
+import time
+from megatron_dmtd.training.watchdog import Watchdog
+
+watchdog = Watchdog(limit_s=4.0, rank=0, world_size=1)
+watchdog.start()
+try:
+    time.sleep({seconds})
+    raise RuntimeError("connection closed by peer")
+finally:
+    watchdog.stop()
+"""
+
+
+@pytest.mark.parametrize("seconds", [4.8, 6.5])  # before the report, and between it and the end of the process
+def test_a_main_thread_that_fails_while_the_watchdog_ends_the_job_does_not_get_ahead_of_it(seconds: float) -> None:
+    program = _FAILS_AFTER_THE_REPORT.format(seconds=seconds)
+    result = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert result.returncode == exit_codes.STALLED, result.stderr
+    assert "WATCHDOG rank 0" in result.stderr and "connection closed by peer" not in result.stderr
 
 
 def _config(corpus: tuple[str, str], folder: Path, limit_s: float) -> Config:
