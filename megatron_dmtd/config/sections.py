@@ -117,20 +117,20 @@ class DataConfig:
     """Prefixes of the training corpora: `PREFIX.bin` and `PREFIX.idx`."""
     valid: tuple[str, ...] = ()
     """Prefixes of the held-out corpora. Empty: no evaluation."""
-    tokenizer: str = ""
     train_weights: tuple[float, ...] = ()
     """Shares of the training corpora in the rows, one positive number each; they need not add up to 1. Empty: they are one
     corpus, in which every document occurs once per epoch."""
+    tokenizer: str = ""
     """Directory of the Hugging Face tokenizer that made the corpora; copied into exports."""
     seq_length: int = 4096
     """Slots per row of a batch; a multiple of the cycle length."""
     pad_token_id: int = 151643
     """Id that fills the end of a document's last cycle. It may equal EOS: padding is known by place, never by value."""
     shuffle_seed: int = 1234
+    """Seed of the document order of each epoch, and of the order of blended corpora; at least 0."""
     packing: Literal["concatenate", "best-fit"] = "concatenate"
     """How documents fill rows. `concatenate`: one stream, cut every `seq_length` slots, almost without padding. `best-fit`: no
     document is cut that fits into a row; the room that is left is padding."""
-    """Seed of the document order of each epoch, and of the order of blended corpora; at least 0."""
     cache_dir: str = ""
     """Folder of the row indices, which are built once and memory-mapped. Empty: `index-cache` beside the first corpus."""
     prefetch_batches: int = 2
