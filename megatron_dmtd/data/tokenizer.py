@@ -200,8 +200,15 @@ def train_bpe(
 def _save(tokenizer_json: str, output_dir: Path) -> None:
     """Write the three files of the folder, each in one step; tokenizer.json, by which the folder is known, is the last."""
     control = {"eos_token": EOS_TOKEN, "pad_token": PAD_TOKEN, "mask_token": MASK_TOKEN}
-    # The class name is the one that every version of transformers knows. Clean-up would remove spaces before punctuation.
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **control}
+    config = {
+        # The class name is the one that every version of transformers knows.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        # Clean-up would remove spaces before punctuation.
+        "clean_up_tokenization_spaces": False,
+        # transformers 4 would otherwise return token_type_ids as well, which no decoder's `generate` takes.
+        "model_input_names": ["input_ids", "attention_mask"],
+        **control,
+    }
     output_dir.mkdir(parents=True, exist_ok=True)
     texts = {
         "special_tokens_map.json": json.dumps(control, indent=2) + "\n",

@@ -71,9 +71,6 @@ def save_tokenizer(directory: Path, *, vocab_size: int = 300) -> Path:
 
     text = ["A cycle begins with its head, and the parallel layers look ahead of it.", "The capital of France is Paris."]
     train_bpe(text, vocab_size=vocab_size, output_dir=directory, min_frequency=1)
-    path = directory / "tokenizer_config.json"
-    # transformers 4 would add token_type_ids otherwise, which no decoder takes
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_input_names": ["input_ids", "attention_mask"]}))
     return directory
 
 
