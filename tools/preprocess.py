@@ -3,13 +3,15 @@
     python tools/preprocess.py --input 'corpus/*.jsonl.zst' --tokenizer tokenizer --output data/corpus
     python tools/preprocess.py --input stdlib --tokenizer tokenizer --output data/python --heldout-fraction 0.02
     python tools/preprocess.py --input chats.jsonl --messages-key messages --tokenizer tokenizer --output data/chats
+    python tools/preprocess.py merge data/corpus data/corpus-*-of-*.json
     python tools/preprocess.py verify data/corpus --tokenizer tokenizer
     python tools/preprocess.py inspect data/corpus --tokenizer tokenizer --document 3
     python tools/preprocess.py packing data/corpus --seq-length 4096
 
 The first writes data/corpus.bin, .idx and .json (a manifest); with a held-out fraction there are two such files, -train and
 -heldout. Which documents are held out is decided by their names alone, so it is the same in every run and on every machine.
-An interrupted run leaves data/corpus.partial/, and the same command goes on from there.
+An interrupted run leaves data/corpus.partial/, and the same command goes on from there. `merge` joins the files of several
+runs (--shard) to what a single one writes.
 
 Exit status: 0, all documents are in; 1, refused or failed; 2, wrong usage; 3, finished, with documents left out (--skip-bad);
 130, interrupted.
@@ -105,6 +107,31 @@ def _report(result: Result) -> int:
     return 3
 
 
+def _merge(arguments: Sequence[str]) -> int:
+    from megatron_dmtd.data.merge import merge
+
+    parser = argparse.ArgumentParser(
+        prog="preprocess.py merge",
+        description="Join all shards of one source to the token file that a single run would have written. The shards are "
+        "verified first, and stay.",
+    )
+    parser.add_argument("output", help="prefix of the token file to write")
+    parser.add_argument("prefix", nargs="+", help="the shards, in any order: prefixes, or their manifests (data/c-*-of-*.json)")
+    parser.add_argument("--overwrite", action="store_true", help="replace a token file that exists")
+    parser.add_argument(
+        "--save-seconds", type=float, default=10.0, help="time between points to go on from (default: %(default)s)"
+    )
+    parsed = parser.parse_args(arguments)
+    manifest = merge(
+        parsed.output,
+        parsed.prefix,
+        overwrite=parsed.overwrite,
+        save_seconds=parsed.save_seconds,
+        say=lambda message: print(message, flush=True),
+    )
+    return _report(Result(manifests={parsed.output: manifest}, choice=None, resumed=False))
+
+
 def _verify(arguments: Sequence[str]) -> int:
     from megatron_dmtd.data.verify import verify
 
@@ -167,7 +194,7 @@ def _packing(arguments: Sequence[str]) -> int:
     return 0
 
 
-_COMMANDS = {"verify": _verify, "inspect": _inspect, "packing": _packing}
+_COMMANDS = {"merge": _merge, "verify": _verify, "inspect": _inspect, "packing": _packing}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -48,10 +48,18 @@ class Manifest:
     """Share of the source's documents in the held-out split."""
     shard: str = "0/1"
     """`i/n`: the i-th of n parts of the source, which other runs share."""
+    order: str = "parts"
+    """`parts`: the shards one after the other are what a single run writes. `blocks`: each holds every n-th block."""
+    source_sha256: str = ""
+    """Digest of the names and sizes of all inputs; equal in all shards of a source."""
+    block_bytes: int = 0
+    """Size of the blocks between which inputs are cut into shards. 0: none is cut."""
     loss: str = "all"
     """`all`: every token is a target. `assistant`: those that the token file `PREFIX.loss` marks, a byte, 1 or 0, per token."""
     bin_sha256: str = ""
     """Digest of the .bin file."""
+    first_source: int = 0
+    """Number of the first of `sources` among all inputs, from 0."""
     sources: list[dict[str, Any]] = field(default_factory=list)
     """Each input that was read: its `name`, `num_bytes` and `sha256`, as `sha256sum` gives it for a file."""
 

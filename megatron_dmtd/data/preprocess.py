@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from megatron_dmtd.data.fast_encoder import Choice, EncoderName, check_equal, ch
 from megatron_dmtd.data.inputs import BLOCK_BYTES, Block, Input
 from megatron_dmtd.data.manifest import Manifest, dump_manifest, read_manifest
 from megatron_dmtd.data.output import PartialOutput, RunState, final_paths
+from megatron_dmtd.data.shards import Shard, make_shard, source_sha256
 from megatron_dmtd.data.token_file import token_dtype
 from megatron_dmtd.data.tokenizer import (
     ControlIds,
@@ -119,7 +119,8 @@ def preprocess(inputs: Sequence[Input], options: PreprocessOptions, *, say: Call
     text = encoder_json(tokenizer, control, chats=chats)
     vocab_size = vocabulary_size(text, control)
     dtype = _dtype(options.dtype, vocab_size)
-    header = _header(inputs, options, control, dtype)
+    shard = make_shard(inputs, index=options.shard[0], count=options.shard[1])
+    header = _header(inputs, shard, options, control, dtype)
     _check_outputs(options, header)
     with PartialOutput(
         options.partial_prefix(),
@@ -150,9 +151,9 @@ def preprocess(inputs: Sequence[Input], options: PreprocessOptions, *, say: Call
                 heldout_fraction=options.heldout_fraction,
                 dtype=dtype,
             )
-            _write(_Blocks(inputs, options, output.state), output, job, options, reference)
+            _write(_Blocks(shard, options, output.state), output, job, options, reference)
             _check_counts(output)
-            manifests = {split: _manifest(split, inputs, output, job, options) for split in output.outputs}
+            manifests = {split: _manifest(split, inputs, shard, output, job, options) for split in output.outputs}
             output.finish({split: dump_manifest(manifest) for split, manifest in manifests.items()})
         resumed = output.resumed
         output.publish()
@@ -192,7 +193,9 @@ def _dtype(name: str, vocab_size: int) -> type[np.integer]:
     return dtype
 
 
-def _header(inputs: Sequence[Input], options: PreprocessOptions, control: ControlIds, dtype: type[np.integer]) -> dict[str, Any]:
+def _header(
+    inputs: Sequence[Input], shard: Shard, options: PreprocessOptions, control: ControlIds, dtype: type[np.integer]
+) -> dict[str, Any]:
     """All that decides the result, by a name for messages. Whether bad documents may be skipped decides nothing before one."""
     return {
         "input": [one.identity() for one in inputs],
@@ -202,7 +205,7 @@ def _header(inputs: Sequence[Input], options: PreprocessOptions, control: Contro
         "held-out fraction": options.heldout_fraction,
         "loss": options.assistant_loss,
         "type": np.dtype(dtype).name,
-        "shard": list(options.shard),
+        "shard": [shard.index, shard.count, shard.order],
         "block size": options.block_bytes,
     }
 
@@ -239,35 +242,22 @@ def _choose(
 
 
 class _Blocks:
-    """The blocks of this shard that are not done yet.
+    """The blocks of this shard that are not done yet."""
 
-    With at least as many inputs as shards, a shard reads whole inputs, and touches no other; otherwise it takes every n-th block.
-    """
-
-    def __init__(self, inputs: Sequence[Input], options: PreprocessOptions, state: RunState) -> None:
-        index, count = options.shard
-        self._whole_inputs = len(inputs) >= count
-        self.inputs = list(inputs)[index::count] if self._whole_inputs else list(inputs)
-        """The inputs that this shard reads."""
-        self._options, self._state = options, state
+    def __init__(self, shard: Shard, options: PreprocessOptions, state: RunState) -> None:
+        self._shard, self._options, self._state = shard, options, state
         self._ends: deque[tuple[int, int]] = deque()
 
     @property
     def num_bytes(self) -> int:
         """All of this shard; 0 if unknown."""
-        sizes = [one.num_bytes for one in self.inputs]
-        return sum(sizes) // (1 if self._whole_inputs else self._options.shard[1]) if all(sizes) else 0
+        return self._shard.num_bytes
 
     def __iter__(self) -> Iterator[Block]:
-        index, count = self._options.shard
-        first_input, first_block = self._state.input, self._state.block
-        for nth in range(first_input, len(self.inputs)):
-            blocks = self.inputs[nth].blocks(self._options.block_bytes)
-            skip = first_block if nth == first_input else 0
-            for number, block in enumerate(islice(blocks, skip, None), start=skip):
-                if self._whole_inputs or number % count == index:
-                    self._ends.append((nth, number + 1))
-                    yield block
+        state = self._state
+        for nth, number, block in self._shard.blocks(self._options.block_bytes, first_input=state.input, first_block=state.block):
+            self._ends.append((nth, number + 1))
+            yield block
 
     def done(self) -> None:
         """Note in the state that the oldest block that was drawn is about to be written."""
@@ -277,12 +267,12 @@ class _Blocks:
 
     def all_done(self) -> None:
         """Note in the state that nothing is left."""
-        self._record_sources(until=len(self.inputs))
-        self._state.input, self._state.block = len(self.inputs), 0
+        self._record_sources(until=len(self._shard.inputs))
+        self._state.input, self._state.block = len(self._shard.inputs), 0
 
     def _record_sources(self, *, until: int) -> None:
         """Keep the checksums of the inputs that were read to their ends."""
-        for one in self.inputs[len(self._state.sources) : until]:
+        for one in self._shard.inputs[len(self._state.sources) : until]:
             self._state.sources.append({"name": one.name, "num_bytes": one.num_bytes, "sha256": one.sha256})
 
 
@@ -359,11 +349,10 @@ def _check_counts(output: PartialOutput) -> None:
 
 
 def _manifest(
-    split: Split, inputs: Sequence[Input], output: PartialOutput, job: EncodingJob, options: PreprocessOptions
+    split: Split, inputs: Sequence[Input], shard: Shard, output: PartialOutput, job: EncodingJob, options: PreprocessOptions
 ) -> Manifest:
     state = output.state
     counts = state.splits[split]
-    index, count = options.shard
     return Manifest(
         num_documents=counts.num_documents,
         num_tokens=counts.num_tokens,
@@ -379,8 +368,12 @@ def _manifest(
         source="; ".join(one.description for one in inputs),
         split=split,
         heldout_fraction=options.heldout_fraction,
-        shard=f"{index}/{count}",
+        shard=f"{shard.index}/{shard.count}",
+        order=shard.order,
+        source_sha256=source_sha256(inputs),
+        block_bytes=0 if shard.whole_inputs else options.block_bytes,
         loss="assistant" if options.assistant_loss else "all",
         bin_sha256=output.bin_sha256(split),
+        first_source=shard.first_input,
         sources=state.sources,
     )

@@ -34,6 +34,8 @@ _DTYPES: dict[int, type[np.integer]] = {1: np.uint8, 2: np.int8, 3: np.int16, 4:
 _REMEDY = "make the files again with tools/preprocess.py"
 #: entries of an index that are in memory at once, while it is written or walked through
 _CHUNK = 1 << 20
+#: documents of a run, at most
+_RUN = 1 << 16
 
 
 def token_file_paths(prefix: str) -> tuple[Path, Path]:
@@ -198,6 +200,20 @@ class TokenFile:
         begin, end = self._starts(np.array([document, document + 1])).tolist()
         assert start >= 0 and start + count <= end - begin, (document, start, count)
         return np.asarray(self._tokens[begin + start : begin + start + count])
+
+    def tokens(self, begin: int, end: int) -> npt.NDArray[np.integer]:
+        """The tokens of the documents `begin` to `end - 1`, a read-only view of the file."""
+        first, last = self._starts(np.array([begin, end])).tolist()
+        return np.asarray(self._tokens[first:last])
+
+    def runs(self, num_tokens: int) -> Iterator[tuple[int, int]]:
+        """All documents in order as ranges (begin, end) of about `num_tokens` tokens, at least one document each."""
+        begin = 0
+        while begin < len(self):
+            ends_K = np.cumsum(self.lengths(begin, min(begin + _RUN, len(self))))
+            end = begin + max(1, int(np.searchsorted(ends_K, num_tokens, side="right")))
+            yield begin, end
+            begin = end
 
     def chunks(self, size: int = _CHUNK) -> Iterator[npt.NDArray[np.integer]]:
         """All tokens in order, at most `size` at a time."""

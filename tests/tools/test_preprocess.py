@@ -72,6 +72,22 @@ def test_shards_have_names_of_their_own(arguments, tmp_path):
     assert [manifest.num_documents for manifest in manifests if manifest] == [30, 1]
 
 
+def test_merge_joins_the_shards_to_what_one_run_writes(arguments, tmp_path, capsys):
+    assert main([*arguments, "--no-progress"]) == 0
+    expected = [(tmp_path / f"out.{suffix}").read_bytes() for suffix in ("bin", "idx", "json")]
+    for index in range(2):
+        assert main([*arguments, "--shard", f"{index}/2", "--no-progress"]) == 0
+    manifests = [str(path) for path in tmp_path.glob("out-*-of-*.json")]
+    assert main(["merge", str(tmp_path / "merged"), *manifests]) == 0
+    assert "shard 0 of 2, in order" in (printed := capsys.readouterr().out) and "merged: 31 documents" in printed
+    assert [(tmp_path / f"merged.{suffix}").read_bytes() for suffix in ("bin", "idx", "json")] == expected
+    assert main(["merge", str(tmp_path / "merged"), *manifests]) == 1
+    assert "already there" in capsys.readouterr().err
+    assert main(["merge", str(tmp_path / "merged"), *manifests, "--overwrite"]) == 0
+    assert main(["merge", str(tmp_path / "other"), manifests[0]]) == 1
+    assert "of 2" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("shard", ["1", "a/b"])
 def test_a_shard_that_is_none_is_wrong_usage(arguments, shard):
     with pytest.raises(SystemExit) as caught:
