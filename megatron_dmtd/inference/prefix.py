@@ -8,7 +8,7 @@ is exact in all variants, and the block of an unfinished cycle, or a cycle not y
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -35,18 +35,25 @@ class _Entry:
     tables: Tables
     """One page of each pool; none in P for a vanilla model."""
     num_children: int = 0
+    last_use: int = 0
+    """By the index's clock."""
+    is_queued: bool = False
+    """Whether the index's queue names it."""
 
 
 class PrefixIndex:
-    """Entries by (parent, tokens), least recently used first. It is an owner of its pages."""
+    """Entries by (parent, tokens), of which the least recently used ones go first. It is an owner of its pages."""
 
     def __init__(self, pools: Pools, method: Method) -> None:
         self.pools, self.method = pools, method
         self.page_size = pools.sequential.shape.page_size
         assert self.page_size == method.cycle_start(self.page_size), "pages must hold whole cycles"
-        self._entries: OrderedDict[tuple[int, tuple[int, ...]], _Entry] = OrderedDict()
+        self._entries: dict[tuple[int, tuple[int, ...]], _Entry] = {}
         self._by_id: dict[int, _Entry] = {}
         self._next_id = ROOT + 1
+        self._clock = 0
+        self._queue: list[tuple[int, int]] = []
+        """A heap of (last use, id) with every leaf once. Uses since it was queued are looked up when its turn comes."""
         self.num_reused_tokens = 0
         """Tokens that requests did not have to compute, since the start."""
 
@@ -60,13 +67,21 @@ class PrefixIndex:
         """Entries of the first `num_pages` pages of `tokens`, until one is missing; each becomes the most recently used."""
         parent = ROOT
         for number in range(num_pages):
-            key = (parent, self._page(tokens, number))
-            entry = self._entries.get(key)
+            entry = self._entries.get((parent, self._page(tokens, number)))
             if entry is None:
                 return
-            self._entries.move_to_end(key)
+            self._use(entry)
             parent = entry.entry_id
             yield entry
+
+    def _use(self, entry: _Entry) -> None:
+        self._clock += 1
+        entry.last_use = self._clock
+
+    def _enqueue(self, entry: _Entry) -> None:
+        if not entry.is_queued:
+            heapq.heappush(self._queue, (entry.last_use, entry.entry_id))
+            entry.is_queued = True
 
     def attach(self, tokens: Sequence[int]) -> tuple[Tables, Known]:
         """Shared pages of the longest known prefix of `tokens` but its last one, which must be computed."""
@@ -96,8 +111,10 @@ class PrefixIndex:
         for number in range(known.num_pages, self.num_final_pages(num_taken)):
             key = (parent, self._page(tokens, number))
             entry = self._entries.get(key) or self._new_entry(key, tables, number)
-            self._entries.move_to_end(key)
+            self._use(entry)
             parent = entry.entry_id
+        if parent != ROOT and self._by_id[parent].num_children == 0:
+            self._enqueue(self._by_id[parent])
         return Known(parent, max(known.num_pages, self.num_final_pages(num_taken)))
 
     def _new_entry(self, key: tuple[int, tuple[int, ...]], tables: Tables, number: int) -> _Entry:
@@ -116,21 +133,47 @@ class PrefixIndex:
     def evict_one(self) -> bool:
         """Let go of one entry without children: the least recently used one whose pages nobody else owns, or else any: its
         parent may then be let go of. False if there is none.
+
+        A request's pages lie on one path, so at most one leaf per request is passed over, however many leaves there are.
         """
-        leaves = [(key, entry) for key, entry in self._entries.items() if entry.num_children == 0]
-        if not leaves:
-            return False
-        self._remove(*next((leaf for leaf in leaves if self._is_sole_owner(leaf[1])), leaves[0]))
-        return True
+        passed_over: list[_Entry] = []
+        victim = None
+        while victim is None and (leaf := self._pop_leaf()) is not None:
+            if self._is_sole_owner(leaf):
+                victim = leaf
+            else:
+                passed_over.append(leaf)
+        if victim is None and passed_over:
+            victim = passed_over.pop(0)
+        for leaf in passed_over:
+            self._enqueue(leaf)
+        if victim is not None:
+            self._remove(victim)
+        return victim is not None
+
+    def _pop_leaf(self) -> _Entry | None:
+        """Take the least recently used leaf from the queue."""
+        while self._queue:
+            queued_use, entry_id = heapq.heappop(self._queue)
+            entry = self._by_id[entry_id]
+            entry.is_queued = False
+            if entry.num_children == 0:
+                if queued_use == entry.last_use:
+                    return entry
+                self._enqueue(entry)
+        return None
 
     def _is_sole_owner(self, entry: _Entry) -> bool:
         return all(self.pools.sequential.pages.num_owners(page) == 1 for page in entry.tables.sequential.pages)
 
-    def _remove(self, key: tuple[int, tuple[int, ...]], entry: _Entry) -> None:
-        del self._entries[key]
+    def _remove(self, entry: _Entry) -> None:
+        del self._entries[entry.parent, entry.tokens]
         del self._by_id[entry.entry_id]
         if entry.parent != ROOT:
-            self._by_id[entry.parent].num_children -= 1
+            parent = self._by_id[entry.parent]
+            parent.num_children -= 1
+            if parent.num_children == 0:
+                self._enqueue(parent)
         self.pools.release(entry.tables)
 
     def clear(self) -> None:
@@ -139,6 +182,7 @@ class PrefixIndex:
             self.pools.release(entry.tables)
         self._entries.clear()
         self._by_id.clear()
+        self._queue.clear()
 
     def owned(self) -> Iterator[Tables]:
         """What the index owns, for the pools' check."""

@@ -1,5 +1,7 @@
 """What may be reused, and what happens to entries when room runs out."""
 
+import random
+
 import pytest
 import torch
 
@@ -90,6 +92,89 @@ def test_the_least_recently_used_leaf_goes_first_and_pages_in_use_last():
     assert index.evict_one() and not index.evict_one()
     assert known.num_pages == 2
     assert pools.sequential.pages.num_owners(in_use.sequential.pages[0]) >= 1
+
+
+def test_a_beginning_used_alone_outlives_what_followed_it():
+    index, pools, method = setting("causal-norefresh")
+    for tail in (0, 1):
+        tables = taken(pools, method, 16)
+        index.add(TOKENS[:8] + [tail] * 8, tables, 16, Known())
+        pools.release(tables)
+    other = taken(pools, method, 8)
+    index.add([7] * 8, other, 8, Known())
+    pools.release(other)
+    shared, known = index.attach([*TOKENS[:8], 5])
+    assert known.num_pages == 1
+    pools.release(shared)
+    assert all(index.evict_one() for _ in range(3))
+    assert index.attach([*TOKENS[:8], 5])[1].num_pages == 1 and len(index) == 1
+
+
+class ObviousIndex:
+    """Paths of pages with their last use and whether a request holds them; looks at all of them for every eviction."""
+
+    def __init__(self) -> None:
+        self.last_use: dict[tuple, int] = {}
+        self.clock = 0
+
+    def use(self, pages: list[tuple], *, add: bool) -> int:
+        for count in range(1, len(pages) + 1):
+            path = tuple(pages[:count])
+            if not add and path not in self.last_use:
+                return count - 1
+            self.clock += 1
+            self.last_use[path] = self.clock
+        return len(pages)
+
+    def evict(self, held: set[tuple]) -> None:
+        parents = {path[:-1] for path in self.last_use}
+        leaves = [path for path in self.last_use if path not in parents]
+        free = [path for path in leaves if path not in held] or leaves
+        del self.last_use[min(free, key=self.last_use.__getitem__)]
+
+
+def test_random_uses_and_evictions_keep_what_an_obvious_index_keeps():
+    index, pools, method = setting("causal-norefresh", num_pages=400)
+    generator, obvious, held = random.Random(5), ObviousIndex(), []
+    for _ in range(600):
+        pages = [(generator.randrange(3),) * 8 for _ in range(generator.randint(1, 4))]
+        tokens = [token for page in pages for token in page]
+        action = generator.random()
+        if action < 0.5:
+            tables = taken(pools, method, len(tokens))
+            index.add(tokens, tables, len(tokens), Known())
+            obvious.use(pages, add=True)
+            pools.release(tables)
+        elif action < 0.8:
+            tables, known = index.attach([*tokens, 1])
+            assert known.num_pages == obvious.use(pages, add=False)
+            held.append((tables, {tuple(pages[: count + 1]) for count in range(known.num_pages)}))
+            if len(held) > 3:
+                pools.release(held.pop(0)[0])
+        elif len(index):
+            assert index.evict_one()
+            obvious.evict(set().union(*(paths for _, paths in held)))
+        assert len(index) == len(obvious.last_use)
+        pools.check_integrity([*(tables for tables, _ in held), *index.owned()])
+    assert len(index) > 5
+
+
+def test_the_work_of_an_eviction_does_not_grow_with_the_number_of_entries(monkeypatch):
+    looked_at, pop_leaf = [], PrefixIndex._pop_leaf
+    monkeypatch.setattr(PrefixIndex, "_pop_leaf", lambda index: looked_at.append(1) or pop_leaf(index))
+    counts = {}
+    for num_entries in (50, 1000):
+        index, pools, method = setting("causal-norefresh", num_pages=num_entries)
+        for first in range(num_entries):
+            tables = taken(pools, method, 8)
+            index.add([first] * 8, tables, 8, Known())
+            pools.release(tables)
+        held = [index.attach([first] * 9)[0] for first in range(4)]
+        looked_at.clear()
+        assert all(index.evict_one() for _ in range(20))
+        counts[num_entries] = len(looked_at)
+        pools.check_integrity([*held, *index.owned()])
+    assert counts[1000] == counts[50] <= 20 * 5
 
 
 def test_a_forgotten_beginning_is_entered_again_from_the_start():
