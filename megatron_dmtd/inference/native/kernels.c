@@ -10,12 +10,23 @@
 #include <string.h>
 
 #define LANES 16
+/* What stays in registers: sums of products of three rows of w and TILE_ROWS of x, each LANES_OF_SUM wide; queries of attention. */
+#ifdef __AVX512F__
+#define LANES_OF_SUM 16
+#define TILE_ROWS 8
 #define MAX_QUERIES 8
+#else
+#define LANES_OF_SUM 8
+#define TILE_ROWS 4
+#define MAX_QUERIES 4
+#endif
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t half_vec __attribute__((vector_size(32), aligned(2), may_alias));
-typedef uint32_t bits_vec __attribute__((vector_size(64)));
+typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
+typedef float sum_vec __attribute__((vector_size(4 * LANES_OF_SUM), aligned(4), may_alias));
+typedef uint16_t half_vec __attribute__((vector_size(2 * LANES_OF_SUM), aligned(2), may_alias));
+typedef uint32_t bits_vec __attribute__((vector_size(4 * LANES_OF_SUM)));
 typedef int64_t i64;
 
 INLINE float sum_of(vec v) {
@@ -26,11 +37,18 @@ INLINE float sum_of(vec v) {
 
 INLINE vec load(const float *p) { return *(const vec *)p; }
 
-/* Sixteen weights as fp32: bfloat16 is the upper half of an fp32. */
-INLINE vec load_weights(const void *w, i64 index, const int is_bf16) {
-  if (!is_bf16) return load((const float *)w + index);
+INLINE float total_of(sum_vec v) {
+  const quad *parts = (const quad *)&v;
+  quad total = parts[0];
+  for (int part = 1; part < LANES_OF_SUM / 4; part++) total += parts[part];
+  return (total[0] + total[2]) + (total[1] + total[3]);
+}
+
+/* A vector of weights as fp32: bfloat16 is the upper half of an fp32. */
+INLINE sum_vec load_weights(const void *w, i64 index, const int is_bf16) {
+  if (!is_bf16) return *(const sum_vec *)((const float *)w + index);
   bits_vec bits = __builtin_convertvector(*(const half_vec *)((const uint16_t *)w + index), bits_vec) << 16;
-  return (vec)bits;
+  return (sum_vec)bits;
 }
 
 INLINE float load_weight(const void *w, i64 index, const int is_bf16) {
@@ -54,90 +72,156 @@ static float *scratch_of(i64 size) {
   return scratch;
 }
 
-#define AHEAD_BYTES 1536
+/* Keeps a vector in a register: compilers would rather load it again for every product, and run out of loads. */
+#if defined(__AVX512F__)
+#define KEEP(v) __asm__ volatile("" : "+v"(v))
+#elif defined(__AVX__)
+#define KEEP(v) __asm__ volatile("" : "+x"(v))
+#else
+#define KEEP(v)
+#endif
 
-/* Products of M rows of x and B rows of w, `stream` rows apart. Every weight is loaded once and serves M rows. `packed` holds x
-   sixteen columns at a time, row beside row; `x` itself serves the columns after them. */
-INLINE void tile(const float *packed, const float *x, const void *w, i64 row, i64 stream, i64 K, const int M, const int B, const int is_bf16,
-                 float out[3][8]) {
+/* How far ahead of its use a weight is fetched if few rows of x pass. */
+#define AHEAD_BYTES 1536
+/* If more pass than a tile has, blocks of weights stay in the first cache meanwhile: 3 * GROUP rows of w, BLOCK_K columns of them. */
+#define GROUP 2
+#define BLOCK_K 256
+#define MOST_ROWS 64
+
+/* Adds the products of M rows of x and B rows of w, `stream` numbers apart, over `num` columns, to sums[B][M]. Every weight is
+   loaded once and serves M rows. `packed` holds x one vector at a time, row beside row. With every vector, what lies at `next` is
+   fetched, and `pace` bytes further with the following one. */
+INLINE void tile(const float *packed, const void *w, i64 stream, i64 num, const char *next, i64 pace, sum_vec *sums, const int M,
+                 const int B, const int is_bf16) {
   const int bytes = is_bf16 ? 2 : 4;
-  vec acc[3][8];
+  sum_vec acc[3][TILE_ROWS];
 #pragma GCC unroll 3
   for (int b = 0; b < B; b++)
 #pragma GCC unroll 8
-    for (int m = 0; m < M; m++) acc[b][m] = (vec){0};
-  i64 k = 0;
-  for (; k + LANES <= K; k += LANES) {
-    vec wv[3];
+    for (int m = 0; m < M; m++) acc[b][m] = sums[b * M + m];
+  for (i64 k = 0; k < num; k += LANES_OF_SUM, next += pace) {
+    sum_vec wv[3];
 #pragma GCC unroll 3
     for (int b = 0; b < B; b++) {
-      i64 index = (row + b * stream) * K + k;
-      wv[b] = load_weights(w, index, is_bf16);
-      __builtin_prefetch((const char *)w + index * bytes + AHEAD_BYTES);
+      wv[b] = load_weights(w, b * stream + k, is_bf16);
+      KEEP(wv[b]);
+      __builtin_prefetch(next + b * stream * bytes);
     }
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
-      vec xv = load(packed + k * M + m * LANES);
+      sum_vec xv = *(const sum_vec *)(packed + k * M + m * LANES_OF_SUM);
+      KEEP(xv);
 #pragma GCC unroll 3
-      for (int b = 0; b < B; b++) acc[b][m] += wv[b] * xv;
+      for (int b = 0; b < B; b++) {
+        acc[b][m] += wv[b] * xv;
+        KEEP(acc[b][m]);
+      }
     }
   }
 #pragma GCC unroll 3
   for (int b = 0; b < B; b++)
 #pragma GCC unroll 8
-    for (int m = 0; m < M; m++) {
-      float total = sum_of(acc[b][m]);
-      for (i64 tail = k; tail < K; tail++) total += load_weight(w, (row + b * stream) * K + tail, is_bf16) * x[m * K + tail];
-      out[b][m] = total;
+    for (int m = 0; m < M; m++) sums[b * M + m] = acc[b][m];
+}
+
+typedef void (*Tile)(const float *, const void *, i64, i64, const char *, i64, sum_vec *);
+
+#define DEFINE_TILE(NAME, M, B, IS_BF16) \
+  static void NAME##_##M##_##B(const float *packed, const void *w, i64 stream, i64 num, const char *next, i64 pace, \
+                               sum_vec *sums) { \
+    tile(packed, w, stream, num, next, pace, sums, M, B, IS_BF16); \
+  }
+#define DEFINE_TILES(M, B) DEFINE_TILE(tile, M, B, 0) DEFINE_TILE(half_tile, M, B, 1)
+#if TILE_ROWS == 8
+#define FOR_EACH_M(DO, ...) DO(1, __VA_ARGS__) DO(2, __VA_ARGS__) DO(3, __VA_ARGS__) DO(4, __VA_ARGS__) \
+                            DO(5, __VA_ARGS__) DO(6, __VA_ARGS__) DO(7, __VA_ARGS__) DO(8, __VA_ARGS__)
+#else
+#define FOR_EACH_M(DO, ...) DO(1, __VA_ARGS__) DO(2, __VA_ARGS__) DO(3, __VA_ARGS__) DO(4, __VA_ARGS__)
+#endif
+FOR_EACH_M(DEFINE_TILES, 1)
+FOR_EACH_M(DEFINE_TILES, 3)
+
+#define TILE_NAME(M, NAME, B) NAME##_##M##_##B,
+#define TILES_OF(NAME) {{FOR_EACH_M(TILE_NAME, NAME, 1)}, {FOR_EACH_M(TILE_NAME, NAME, 3)}}
+/* By: whether weights are bfloat16, whether three rows of them, rows of x. */
+static const Tile TILES[2][2][TILE_ROWS] = {TILES_OF(tile), TILES_OF(half_tile)};
+
+/* Columns [0, whole) of the rows of a tile, a vector at a time, row beside row: rows as they lie may share cache sets. */
+static void pack(const float *x, float *packed, i64 rows, i64 K, i64 whole) {
+  for (i64 k = 0; k < whole; k += LANES_OF_SUM)
+    for (i64 m = 0; m < rows; m++) *(sum_vec *)(packed + k * rows + m * LANES_OF_SUM) = *(const sum_vec *)(x + m * K + k);
+}
+
+/* One product, as its tiles see it. */
+typedef struct {
+  const float *x, *packed, *bias, *residual;
+  const void *w;
+  float *out;
+  i64 R, K, N, whole, third;
+  int is_bf16;
+} Product;
+
+static i64 rows_of_tile(const Product *p, i64 first) { return p->R - first < TILE_ROWS ? p->R - first : TILE_ROWS; }
+
+/* Sums to outputs, with the columns after the last whole vector. */
+static void finish(const Product *p, const sum_vec *sums, i64 first, i64 rows, i64 row, i64 count) {
+  for (i64 b = 0; b < count; b++)
+    for (i64 m = 0; m < rows; m++) {
+      i64 column = row + b * p->third, at = (first + m) * p->N + column;
+      float total = total_of(sums[b * rows + m]);
+      for (i64 k = p->whole; k < p->K; k++) total += load_weight(p->w, column * p->K + k, p->is_bf16) * p->x[(first + m) * p->K + k];
+      p->out[at] = total + (p->bias ? p->bias[column] : 0) + (p->residual ? p->residual[at] : 0);
     }
 }
 
-typedef void (*Tile)(const float *, const float *, const void *, i64, i64, i64, float[3][8]);
-
-#define DEFINE_TILE(M, B) \
-  static void tile_##M##_##B(const float *packed, const float *x, const void *w, i64 row, i64 stream, i64 K, \
-                                  float out[3][8]) { \
-    tile(packed, x, w, row, stream, K, M, B, 0, out); \
-  } \
-  static void half_tile_##M##_##B(const float *packed, const float *x, const void *w, i64 row, i64 stream, i64 K, \
-                                  float out[3][8]) { \
-    tile(packed, x, w, row, stream, K, M, B, 1, out); \
+/* Rows [row, row + num) of w, and with `count` 3 those one and two thirds further, times all rows of x. While the rows of x pass
+   over one block of weights, the next block is fetched, in equal parts. */
+static void multiply(const Product *p, i64 row, i64 num, i64 count) {
+  sum_vec sums[(MOST_ROWS / TILE_ROWS) * GROUP][3 * TILE_ROWS];
+  i64 num_tiles = (p->R + TILE_ROWS - 1) / TILE_ROWS, step = num_tiles > 1 ? BLOCK_K : p->whole, bytes = p->is_bf16 ? 2 : 4;
+  const char *w = p->w;
+  memset(sums, 0, sizeof sums[0] * (size_t)(num_tiles * GROUP));
+  for (i64 begin = 0; begin < p->whole; begin += step) {
+    i64 size = begin + step < p->whole ? step : p->whole - begin, is_last = begin + size == p->whole;
+    for (i64 t = 0; t < num_tiles; t++) {
+      i64 first = t * TILE_ROWS, rows = rows_of_tile(p, first), pace = LANES_OF_SUM * bytes / num_tiles;
+      Tile add = TILES[p->is_bf16][count == 3][rows - 1];
+      for (i64 n = 0; n < num; n++) {
+        const char *here = w + ((row + n) * p->K + begin) * bytes, *next = here + AHEAD_BYTES;
+        if (num_tiles > 1) next = (is_last ? w + (row + n + num) * p->K * bytes : here + size * bytes) + t * pace * (step / LANES_OF_SUM);
+        add(p->packed + first * p->whole + begin * rows, here, p->third * p->K, size, next, pace, sums[t * GROUP + n]);
+      }
+    }
   }
-#define FOR_EACH_M(DO, B) DO(1, B) DO(2, B) DO(3, B) DO(4, B) DO(5, B) DO(6, B) DO(7, B) DO(8, B)
-FOR_EACH_M(DEFINE_TILE, 1)
-FOR_EACH_M(DEFINE_TILE, 3)
-
-#define TILE_NAME(M, B) tile_##M##_##B,
-#define HALF_TILE_NAME(M, B) half_tile_##M##_##B,
-static const Tile TILES[2][2][8] = {{{FOR_EACH_M(TILE_NAME, 1)}, {FOR_EACH_M(TILE_NAME, 3)}},
-                                    {{FOR_EACH_M(HALF_TILE_NAME, 1)}, {FOR_EACH_M(HALF_TILE_NAME, 3)}}};
-
-/* Columns [0, whole) of up to eight rows, sixteen at a time, row beside row: rows as they lie may share cache sets. */
-static void pack(const float *x, float *packed, i64 rows, i64 K, i64 whole) {
-  for (i64 k = 0; k < whole; k += LANES)
-    for (i64 m = 0; m < rows; m++) *(vec *)(packed + k * rows + m * LANES) = load(x + m * K + k);
+  for (i64 t = 0; t < num_tiles; t++)
+    for (i64 n = 0; n < num; n++) finish(p, sums[t * GROUP + n], t * TILE_ROWS, rows_of_tile(p, t * TILE_ROWS), row + n, count);
 }
 
 /* out[R][N] = x[R][K] w[N][K]' + bias[N] + residual[R][N]; bias and residual may be null, out may be residual.
-   Three rows of w times eight of x are 24 sums, which stay in registers. The three rows lie N / 3 apart, so that each thread reads
-   three long streams, which prefetching follows across rows. */
+   Rows of w that are taken together lie N / 3 apart, so that each thread reads three long streams, which prefetching follows. */
+static void multiply_some(const float *x, const void *w, const float *bias, const float *residual, float *out, i64 R, i64 K, i64 N,
+                          int is_bf16) {
+  i64 third = N / 3, whole = K / LANES_OF_SUM * LANES_OF_SUM, group = R > TILE_ROWS ? GROUP : 1;
+  float *packed = scratch_of(R * whole);
+  Product p = {x, packed, bias, residual, w, out, R, K, N, whole, third, is_bf16};
+  for (i64 first = 0; first < R; first += TILE_ROWS)
+    pack(x + first * K, packed + first * whole, rows_of_tile(&p, first), K, whole);
+  i64 num_groups = (third + group - 1) / group;
+#pragma omp parallel for schedule(static)
+  for (i64 block = 0; block < num_groups + N % 3; block++) {
+    i64 row = block < num_groups ? block * group : 3 * third + block - num_groups;
+    if (block < num_groups)
+      multiply(&p, row, third - row < group ? third - row : group, 3);
+    else
+      multiply(&p, row, 1, 1);
+  }
+}
+
 void dmtd_matmul(const float *x, const void *w, const float *bias, const float *residual, float *out, i64 R, i64 K, i64 N,
                  i64 is_bf16) {
-  i64 third = N / 3, whole = K / LANES * LANES;
-  float *packed = scratch_of(R * whole);
-  for (i64 first = 0; first < R; first += 8) pack(x + first * K, packed + first * whole, R - first < 8 ? R - first : 8, K, whole);
-#pragma omp parallel for schedule(static)
-  for (i64 block = 0; block < third + N % 3; block++)
-    for (i64 first = 0; first < R; first += 8) {
-      i64 rows = R - first < 8 ? R - first : 8, columns = block < third ? 3 : 1, row = block < third ? block : block + 2 * third;
-      float sums[3][8] = {{0}};
-      TILES[is_bf16 != 0][columns == 3][rows - 1](packed + first * whole, x + first * K, w, row, third, K, sums);
-      for (i64 b = 0; b < columns; b++)
-        for (i64 m = 0; m < rows; m++) {
-          i64 column = row + b * third, at = (first + m) * N + column;
-          out[at] = sums[b][m] + (bias ? bias[column] : 0) + (residual ? residual[at] : 0);
-        }
-    }
+  for (i64 first = 0; first < R; first += MOST_ROWS)
+    multiply_some(x + first * K, w, bias, residual ? residual + first * N : NULL, out + first * N,
+                  R - first < MOST_ROWS ? R - first : MOST_ROWS, K, N, is_bf16 != 0);
 }
 
 /* e^x by 2^n p(f), |f| <= 1/2: relative error below 2e-7 for x in [-87, 88], which it is clamped to. */
@@ -264,11 +348,16 @@ INLINE void add_page(const float *weights, const float *v_page, float *out, i64 
   }
 }
 
+#if MAX_QUERIES == 8
 #define EACH_COUNT(CALL) \
   switch (count) { \
     case 1: CALL(1); break; case 2: CALL(2); break; case 3: CALL(3); break; case 4: CALL(4); break; \
     case 5: CALL(5); break; case 6: CALL(6); break; case 7: CALL(7); break; case 8: CALL(8); break; \
   }
+#else
+#define EACH_COUNT(CALL) \
+  switch (count) { case 1: CALL(1); break; case 2: CALL(2); break; case 3: CALL(3); break; case 4: CALL(4); break; }
+#endif
 
 static float dot(const float *a, const float *b, i64 size) {
   vec acc = {0};
