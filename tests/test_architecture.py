@@ -32,8 +32,8 @@ SAME_LAYER = {
     ("conversion", "training"),  # checkpoints lie where training.paths says
 }
 MEGATRON_ROOMS = {"platform", "models", "parallel", "data", "training", "conversion"}
-#: torch.cuda is asked in `platform`; Transformer Engine's backend exists on CUDA alone
-CUDA_FILES = {"attention/te.py"}
+#: torch.cuda is asked in `platform`; Transformer Engine's backend and CUDA graphs exist on CUDA alone
+CUDA_FILES = {"attention/te.py", "inference/graphs.py"}
 MOST_LINES = 550
 
 FILES = sorted(PACKAGE.rglob("*.py"))

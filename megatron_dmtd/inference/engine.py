@@ -21,12 +21,13 @@ import torch
 
 from megatron_dmtd.cycle import complete_length
 from megatron_dmtd.errors import CapabilityError, ConfigError, DataError, DMTDError
+from megatron_dmtd.inference.graphs import require_cuda
 from megatron_dmtd.inference.native.build import load_kernels
 from megatron_dmtd.inference.native_ops import NativeOps
 from megatron_dmtd.inference.planner import plan_step
 from megatron_dmtd.inference.pools import KeyValuePool, Pools, PoolShape
 from megatron_dmtd.inference.prefix import PrefixIndex
-from megatron_dmtd.inference.runner import Runner
+from megatron_dmtd.inference.runner import Runner, StepMode, num_scratch_pages
 from megatron_dmtd.inference.sampler import Choice, SamplingParams, choose
 from megatron_dmtd.inference.scheduler import Scheduled, Scheduler, Sequence
 from megatron_dmtd.inference.text import StopStrings, load_tokenizer
@@ -58,6 +59,10 @@ class EngineConfig:
     """Keep pages of finished requests for later ones with the same beginning."""
     kernels: Literal["auto", "native", "torch"] = "auto"
     """"native": compiled C for steps of few rows (fp32 on a CPU); "torch": torch alone; "auto": native where it can be."""
+    cuda_graphs: Literal["auto", "on", "off", "shapes"] = "auto"
+    """Decode from CUDA graphs, one for each of a few shapes of a step; "auto": on CUDA. "shapes": the same shapes without graphs,
+    on any device, to look into them.
+    """
 
     def check(self, cycle_length: int) -> None:
         """Accept the values, or raise `ConfigError`."""
@@ -66,6 +71,9 @@ class EngineConfig:
                 raise ConfigError(found=f"{name}={getattr(self, name)}", required="at least 1", remedy=f"raise {name}")
         if self.kernels not in ("auto", "native", "torch"):
             raise ConfigError(found=f"kernels={self.kernels!r}", required="auto, native or torch", remedy="change kernels")
+        if self.cuda_graphs not in ("auto", "on", "off", "shapes"):
+            found = f"cuda_graphs={self.cuda_graphs!r}"
+            raise ConfigError(found=found, required="auto, on, off or shapes", remedy="change cuda_graphs")
         if complete_length(self.page_size, cycle_length) != self.page_size:
             raise ConfigError(
                 found=f"page_size={self.page_size} with cycles of {cycle_length} tokens",
@@ -174,12 +182,18 @@ class Engine:
             model = load_model(model, dtype=types[0], matrix_dtype=types[1], device=_device(device), variant=variant)
         config.check(model.method.cycle_length)
         self.model, self.config, self.method = model, config, model.method
-        self.pools, self.max_length = _make_pools(model, config)
+        mode = _step_mode(config, model.device)
+        self.pools, self.max_length = _make_pools(model, config, num_scratch_pages=num_scratch_pages(mode, config.max_batch))
         self.prefix_index = PrefixIndex(self.pools, self.method) if config.prefix_caching else None
         self.kernel_note = _native_refusal(model, config)
         """Why native kernels are not used; empty if they are."""
         self.runner = Runner(
-            model, self.pools, num_slots=config.max_batch, max_length=self.max_length, native=not self.kernel_note
+            model,
+            self.pools,
+            num_slots=config.max_batch,
+            max_length=self.max_length,
+            native=not self.kernel_note,
+            mode=mode,
         )
         self.scheduler = Scheduler(
             self.method,
@@ -430,6 +444,15 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
+def _step_mode(config: EngineConfig, device: torch.device) -> StepMode:
+    """Raises `CapabilityError` if graphs are asked for where there are none."""
+    if config.cuda_graphs == "on":
+        require_cuda(device)
+    if config.cuda_graphs == "shapes":
+        return "static"
+    return "graphs" if device.type == "cuda" and config.cuda_graphs != "off" else "dynamic"
+
+
 def _native_refusal(model: ModelWeights, config: EngineConfig) -> str:
     """Why the native kernels cannot be used, or are not wanted; empty if they are used."""
     if config.kernels == "torch":
@@ -444,7 +467,7 @@ def _native_refusal(model: ModelWeights, config: EngineConfig) -> str:
     return ""
 
 
-def _make_pools(model: ModelWeights, config: EngineConfig) -> tuple[Pools, int]:
+def _make_pools(model: ModelWeights, config: EngineConfig, *, num_scratch_pages: int) -> tuple[Pools, int]:
     """The pools, and the length that a request may have."""
     shape, method = model.shape, model.method
     wanted = shape.max_position_embeddings if config.max_length is None else config.max_length
@@ -477,6 +500,7 @@ def _make_pools(model: ModelWeights, config: EngineConfig) -> tuple[Pools, int]:
             name=name,
             dtype=model.dtype,
             device=model.device,
+            num_scratch_pages=num_scratch_pages,
         )
         for name, count in layers.items()
     ]

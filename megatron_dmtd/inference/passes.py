@@ -3,7 +3,8 @@
 Made once per step and half, and used by every layer of the half. Nothing here grows with the length of texts: pages of requests
 stand in a table that is kept between steps.
 
-Shape legend: R rows, S slots, P pages of the longest request, B chunks with equally many rows, r rows of such a chunk, K keys.
+Shape legend: R rows, S slots, P pages of the longest request, B chunks with equally many rows, r rows of such a chunk, n pages
+read, K keys.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Group:
     """Rows of the pass, as queries."""
     key_Br: torch.Tensor | None
     """Rows of the pass whose K and V are read without being stored, after those of the pages."""
-    slot_B: torch.Tensor
-    num_pages: int
+    page_Bn: torch.Tensor
+    """Pages that are read."""
     mask_BrK: torch.Tensor
     """Which keys each query reads: those of the pages, then the rows of `key_Br`."""
 
@@ -111,7 +112,7 @@ class Pass:
     @cached_property
     def max_rows_per_chunk(self) -> int:
         """Rows of the largest chunk."""
-        return max(stop - start for start, stop in _runs(self.rows.chunk))
+        return max(stop - start for start, stop in runs_of(self.rows.chunk))
 
     @cached_property
     def column_pointers(self) -> list[int]:
@@ -130,7 +131,7 @@ class Pass:
         return self._query_runs(self.final)
 
     def _query_runs(self, queries: Sequence[int]) -> QueryRuns:
-        row_start = [start for start, _ in _runs(self.rows.chunk)] + [len(self)]
+        row_start = [start for start, _ in runs_of(self.rows.chunk)] + [len(self)]
         query_start = [bisect_left(queries, start) for start in row_start]
         return QueryRuns(torch.tensor(queries), torch.tensor(query_start), torch.tensor(row_start))
 
@@ -156,9 +157,9 @@ class Pass:
 
     def _groups(self, queries: Sequence[int]) -> list[Group]:
         """Chunks by their numbers of queries and of rows."""
-        chunk_rows = {self.rows.chunk[start]: range(start, stop) for start, stop in _runs(self.rows.chunk)}
+        chunk_rows = {self.rows.chunk[start]: range(start, stop) for start, stop in runs_of(self.rows.chunk)}
         by_shape: dict[tuple[int, int], list[tuple[list[int], range]]] = {}
-        for start, stop in _runs([self.rows.chunk[row] for row in queries]):
+        for start, stop in runs_of([self.rows.chunk[row] for row in queries]):
             own = list(queries[start:stop])
             keys = chunk_rows[self.rows.chunk[own[0]]]
             by_shape.setdefault((len(own), len(keys)), []).append((own, keys))
@@ -176,11 +177,11 @@ class Pass:
         if has_local:
             local_BrK = (key_Br[:, None] >= begin_Br1) & (key_Br[:, None] < end_Br1)
             mask_BrK = torch.cat([mask_BrK, local_BrK], dim=-1)
-        slot_B = self.slot_R[query_Br[:, 0]]
-        return Group(query_Br, key_Br if has_local else None, slot_B, num_pages, mask_BrK)
+        page_Bn = self.tables.page_SP[self.slot_R[query_Br[:, 0]], :num_pages]
+        return Group(query_Br, key_Br if has_local else None, page_Bn, mask_BrK)
 
 
-def _runs(values: Sequence[int]) -> list[tuple[int, int]]:
+def runs_of(values: Sequence[int]) -> list[tuple[int, int]]:
     """Stretches of equal neighbours."""
     starts = [index for index, value in enumerate(values) if index == 0 or value != values[index - 1]]
     return list(zip(starts, [*starts[1:], len(values)]))

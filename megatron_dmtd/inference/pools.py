@@ -34,13 +34,21 @@ class PoolShape:
 class KeyValuePool:
     """K and V of one half, and the owners of their pages."""
 
-    def __init__(self, shape: PoolShape, *, name: str, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shape: PoolShape, *, name: str, dtype: torch.dtype, device: torch.device, num_scratch_pages: int = 0
+    ) -> None:
+        """`num_scratch_pages` more pages stand after those of `shape`; they are nobody's, and hold nothing between steps."""
         self.shape = shape
         self.pages = PagePool(num_pages=shape.num_pages, page_size=shape.page_size, name=name)
-        pages = (shape.num_layers, shape.num_pages, shape.num_key_value_heads)
-        # Keys lie entry beside entry: scores of a page are then sums of whole vectors. Zeros: what a mask hides must not be NaN.
-        self.k_LNGET = torch.zeros((*pages, shape.head_dim, shape.page_size), dtype=dtype, device=device)
+        pages = (shape.num_layers, shape.num_pages + num_scratch_pages, shape.num_key_value_heads)
+        # Zeros: what a mask hides must not be NaN.
         self.v_LNGTE = torch.zeros((*pages, shape.page_size, shape.head_dim), dtype=dtype, device=device)
+        if device.type == "cpu":
+            # Keys lie entry beside entry: scores of a page are then sums of whole vectors.
+            self.k_LNGET = torch.zeros((*pages, shape.head_dim, shape.page_size), dtype=dtype)
+        else:
+            # As values do: pages are then gathered in one copy.
+            self.k_LNGET = torch.zeros_like(self.v_LNGTE).transpose(-2, -1)
 
     def layer_pointers(self, layer: int) -> tuple[int, int]:
         """Addresses of K and V of one layer."""

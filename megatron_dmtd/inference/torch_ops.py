@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from megatron_dmtd.inference.passes import Group, Pass
 from megatron_dmtd.inference.pools import KeyValuePool
+from megatron_dmtd.inference.static_pass import StaticPass
 from megatron_dmtd.inference.weights import LayerWeights, ModelShape
 
 
@@ -41,7 +42,7 @@ class TorchOps:
         return functional.silu(gate_RI) * up_RI
 
     def rotate_and_store(
-        self, qkv: torch.Tensor, weights: LayerWeights, run: Pass, pool: KeyValuePool, layer: int
+        self, qkv: torch.Tensor, weights: LayerWeights, run: Pass | StaticPass, pool: KeyValuePool, layer: int
     ) -> torch.Tensor:
         """Norm and rotate q and k, and store k and v of the rows that are written. Returns the new q, k and v side by side."""
         shape = self.shape
@@ -55,11 +56,13 @@ class TorchOps:
         pool.v_LNGTE[layer, page, :, entry] = v_RGE[row]
         return torch.cat([q_RHE.reshape(-1, shape.query_size), k_RGE.reshape(-1, shape.key_size), qkv[:, -shape.key_size :]], 1)
 
-    def attend(self, qkv: torch.Tensor, run: Pass, pool: KeyValuePool, layer: int, *, final_only: bool) -> torch.Tensor:
+    def attend(
+        self, qkv: torch.Tensor, run: Pass | StaticPass, pool: KeyValuePool, layer: int, *, final_only: bool
+    ) -> torch.Tensor:
         """Attention `[F, H * E]` of all rows, or of the final ones."""
         q_RHE, k_RGE, v_RGE = self._heads(qkv)
         groups = run.final_groups if final_only else run.groups
-        parts = [self._attend_group(q_RHE, k_RGE, v_RGE, run, group, pool, layer) for group in groups]
+        parts = [self._attend_group(q_RHE, k_RGE, v_RGE, group, pool, layer) for group in groups]
         if len(groups) == 1:
             return parts[0]
         attended = torch.empty_like(qkv[:, : self.shape.query_size])
@@ -77,16 +80,14 @@ class TorchOps:
         q_RHE: torch.Tensor,
         k_RGE: torch.Tensor,
         v_RGE: torch.Tensor,
-        run: Pass,
         group: Group,
         pool: KeyValuePool,
         layer: int,
     ) -> torch.Tensor:
         """The query heads that share a key head are laid along the sequence, so that no key is copied."""
         groups, size = k_RGE.shape[1:]
-        page_Bn = run.tables.page_SP[group.slot_B, : group.num_pages]
-        k_BGKE = pool.k_LNGET[layer][page_Bn].permute(0, 2, 1, 4, 3).flatten(2, 3)
-        v_BGKE = pool.v_LNGTE[layer][page_Bn].transpose(1, 2).flatten(2, 3)
+        k_BGKE = _entries_of(pool.k_LNGET[layer].transpose(-2, -1), group.page_Bn)
+        v_BGKE = _entries_of(pool.v_LNGTE[layer], group.page_Bn)
         if group.key_Br is not None:
             k_BGKE = torch.cat([k_BGKE, k_RGE[group.key_Br].transpose(1, 2)], dim=2)
             v_BGKE = torch.cat([v_BGKE, v_RGE[group.key_Br].transpose(1, 2)], dim=2)
@@ -96,6 +97,13 @@ class TorchOps:
         out = functional.scaled_dot_product_attention(folded, k_BGKE, v_BGKE, attn_mask=mask)
         rows = out.unflatten(2, (heads.shape[3], -1)).permute(0, 3, 1, 2, 4)
         return rows.reshape(-1, groups * heads.shape[3] * size)
+
+
+def _entries_of(pages_NGTE: torch.Tensor, page_Bn: torch.Tensor) -> torch.Tensor:
+    """Entries `[B, G, n * T, E]` of pages, taken key head by key head so that they come to lie side by side in one copy."""
+    groups = pages_NGTE.shape[1]
+    index_BGn = page_Bn[:, None] * groups + torch.arange(groups, device=page_Bn.device)[:, None]
+    return pages_NGTE.flatten(0, 1)[index_BGn].flatten(2, 3)
 
 
 def _rotated(x_RHE: torch.Tensor, cos_R1E: torch.Tensor, sin_R1E: torch.Tensor) -> torch.Tensor:

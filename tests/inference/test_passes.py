@@ -29,7 +29,7 @@ def test_rows_are_grouped_by_chunk_and_each_reads_what_the_plan_says():
     assert run.final_runs.query_start.tolist() == [0, 4, 8]
     assert [group.query_Br.tolist() for group in run.groups] == [[list(range(8))], [[8, 9, 10, 11]]]
     first, second = run.groups
-    assert (first.num_pages, second.num_pages) == (2, 0)
+    assert (first.page_Bn.shape, second.page_Bn.shape) == ((1, 2), (1, 0))
     assert first.mask_BrK[0].sum(dim=1).tolist() == [5, 6, 7, 8, 12, 12, 12, 12]
     assert second.mask_BrK.tolist() == [[[True] * 4] * 4]
     assert run.written[0].tolist() == [0, 1, 2, 3]
