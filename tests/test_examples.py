@@ -44,7 +44,7 @@ def shape_of(config: Config) -> tuple:
 def test_there_is_a_recipe_for_each_model_and_variant():
     found = {name_of(path) for path in RECIPES}
     large = {f"examples/{model}/{variant}.yaml" for model in ("qwen3-4b", "smollm2-135m") for variant in (VANILLA, *VARIANTS)}
-    assert found == large | {"examples/quickstart/vanilla.yaml", "examples/quickstart/bidirectional-refresh.yaml"}
+    assert found == large | {f"examples/quickstart/{name}.yaml" for name in ("base", "vanilla", "bidirectional-refresh")}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=name_of)
@@ -66,14 +66,15 @@ def test_a_recipe_is_the_model_and_variant_of_its_name(path):
     config = from_yaml(path)
     assert shape_of(config) == SHAPES[path.parent.name]
     assert config.model.tie_word_embeddings
-    assert config.cycle.variant == path.stem
+    assert config.cycle.variant == ("vanilla" if path.stem == "base" else path.stem)
     assert path.stem in config.checkpoint.dir and path.stem in config.logging.dir
 
 
 @pytest.mark.parametrize("folder", sorted(SHAPES))
 def test_recipes_of_a_model_differ_in_nothing_but_variant_and_folders(folder):
     common = set()
-    for path in sorted((ROOT / "examples" / folder).glob("*.yaml")):
+    paths = (ROOT / "examples" / folder).glob("*.yaml")
+    for path in sorted(path for path in paths if path.stem != "base"):
         config = from_yaml(path)
         common.add(
             dataclasses.replace(

@@ -1,4 +1,6 @@
-"""Train a small Parallel DMTD model and its ordinary twin on real text, export both, decode, and report. Needs no download.
+"""Pretrain a small decoder on real text, continue it as a Parallel DMTD model and as an ordinary one, export, decode, report.
+
+Needs no download.
 
     python tools/quickstart.py
 
@@ -23,7 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", default="quickstart", help="folder to write (default: %(default)s)")
     parser.add_argument("--input", nargs="+", default=["stdlib"], help="documents, as tools/preprocess.py takes them")
     parser.add_argument("--heldout-fraction", type=float, default=0.02, help="share of them to hold out (default: %(default)s)")
-    parser.add_argument("--steps", type=int, help="training steps of each model (default: the recipes')")
+    parser.add_argument("--steps", type=int, help="steps of each of the three trainings (default: the recipes')")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens to decode per prompt (default: %(default)s)")
     parser.add_argument("--timed-runs", type=int, default=5, help="timed decodings per model (default: %(default)s)")
     return parser

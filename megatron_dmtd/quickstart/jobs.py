@@ -18,7 +18,7 @@ from megatron_dmtd.conversion.convert import export_hf
 from megatron_dmtd.platform import Platform, current_platform
 from megatron_dmtd.quickstart.decode import decode_all
 from megatron_dmtd.quickstart.parts import Part, Parts, progress_bar, redraw, run_command
-from megatron_dmtd.quickstart.plan import DMTD, MODELS, Machine, Plan
+from megatron_dmtd.quickstart.plan import DMTD, MODELS, TRAININGS, Machine, Plan
 from megatron_dmtd.quickstart.report import write_report
 from megatron_dmtd.training.log import METRICS_FILE, read_metrics
 
@@ -106,7 +106,7 @@ def parts(plan: Plan, platform: Platform) -> list[Part]:
             outputs=(plan.run_directory(model),),
             work=partial(_train, plan, model),
         )
-        for model in MODELS
+        for model in TRAININGS
     ]
     exports = [
         Part(
@@ -134,7 +134,7 @@ def parts(plan: Plan, platform: Platform) -> list[Part]:
 
 def run_quickstart(plan: Plan, platform: Platform, *, say: Callable[[str], None] = print) -> str:
     """Do what is not done yet, write the report, and return it. Raises `DMTDError`s for what the user can mend."""
-    for model in MODELS:
+    for model in TRAININGS:
         plan.config(model)  # refuses before any work
     started = time.monotonic()
     plan.directory.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,9 @@
 """What the quickstart runs, where it puts it, and how it is spread over this machine. No torch: plain data.
 
-Everything lies in one folder: `tokenizer/`, `data/`, one folder per model (`metrics.jsonl`, `checkpoints/`, `train.log`,
-`export/`), `decoding.json`, and the report.
+A decoder is pretrained in the ordinary way. Its weights are continued twice on the same tokens: as a DMTD model and as what it was.
+
+Everything lies in one folder: `tokenizer/`, `data/`, one folder per training (`metrics.jsonl`, `checkpoints/`, `train.log`, and
+`export/` but for the base), `decoding.json`, and the report.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from typing import Any
 
 from megatron_dmtd.config import Config, from_yaml, to_dict, validate
 
-#: the model and its control; also the names of their recipes
-DMTD, CONTROL = "bidirectional-refresh", "vanilla"
+#: what both are continued from, the model and its control; also the names of their recipes
+BASE, DMTD, CONTROL = "base", "bidirectional-refresh", "vanilla"
 MODELS = (DMTD, CONTROL)
+TRAININGS = (BASE, *MODELS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +61,7 @@ class Plan:
     heldout_fraction: float = 0.02
     """Share of the documents that neither the tokenizer nor the models see."""
     steps: int | None = None
-    """Training steps. None: those of the recipes."""
+    """Steps of each training. None: those of the recipes."""
     prompts: int = 3
     """Held-out prompts to continue in the report."""
     new_tokens: int = 128
@@ -103,6 +106,8 @@ class Plan:
             "checkpoint.dir": str(self.run_directory(model) / "checkpoints"),
             "logging.dir": str(self.run_directory(model)),
         }
+        if model != BASE:
+            values["checkpoint.init_from"] = str(self.run_directory(BASE) / "checkpoints")
         if self.steps is not None:
             values |= {"training.steps": str(self.steps), "training.eval_interval": str(max(1, self.steps // 2))}
             values |= {"optimizer.warmup_steps": str(self.steps // 10)}
@@ -139,8 +144,9 @@ class Plan:
 
     def train_inputs(self, model: str) -> dict[str, Any]:
         """What decides one training."""
-        settings = to_dict(self.config(model))
-        digest = hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()
+        names = (model,) if model == BASE else (BASE, model)
+        settings = [sorted(to_dict(self.config(name)).items()) for name in names]
+        digest = hashlib.sha256(repr(settings).encode()).hexdigest()
         return self.data_inputs() | {"settings": digest}
 
     def decoding_inputs(self) -> dict[str, Any]:

@@ -8,25 +8,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_dmtd.config import Config
 from megatron_dmtd.data.manifest import read_manifest
-from megatron_dmtd.quickstart.plan import CONTROL, DMTD, MODELS, Plan
+from megatron_dmtd.quickstart.plan import BASE, CONTROL, DMTD, MODELS, Plan
 from megatron_dmtd.training.log import METRICS_FILE, read_metrics
 
 _PAGE = """# Quickstart report
 
-A Qwen3-shaped model of {parameters:,} parameters, trained as `{dmtd}` with Megatron-Core on {machine}: {processes}.
+A Qwen3-shaped decoder of {parameters:,} parameters was pretrained in the ordinary way and then continued as `{dmtd}`,
+with Megatron-Core on {machine}: {processes}.
 Of its {layers} layers the first {parallel} run once per cycle of {cycle_length} tokens, the last {sequential} once per token.
-The control, `vanilla`, is the same decoder with the same initial weights, trained on the same tokens in the ordinary way.
+The control, `vanilla`, starts from the same weights and sees the same tokens in the ordinary way.
 
 Text: {source}. {train_documents:,} documents ({train_tokens:,} tokens) to train on,
 {heldout_documents:,} others ({heldout_tokens:,} tokens) held out.
-Each model saw {seen:,} tokens in {steps} steps.
+Pretraining saw {base_seen:,} tokens in {base_steps} steps (loss {base_start:.3f} to {base_end:.3f}),
+each model another {seen:,} in {steps} steps.
 
 ![curves](curves.png)
 
 ## Loss
 
-Nats per token. The start is the first step, the end the mean of the last {span} steps.
+Nats per token, of the continued training. The start is its first step, the end the mean of the last {span} steps.
 
 | | start | end | held out, end |
 | --- | --- | --- | --- |
@@ -164,6 +167,20 @@ def _text_facts(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _seen(config: Config) -> int:
+    return config.training.steps * config.training.global_batch_size * config.data.seq_length
+
+
+def _base_facts(plan: Plan, span: int) -> dict[str, Any]:
+    config, training = plan.config(BASE), _metrics(plan, BASE)[0]
+    return {
+        "base_steps": config.training.steps,
+        "base_seen": _seen(config),
+        "base_start": training[0]["loss"],
+        "base_end": _mean_loss(training[-span:]),
+    }
+
+
 def render(plan: Plan, decoding: Mapping[str, Any], seconds: Mapping[str, float]) -> str:
     """The report as Markdown."""
     config = plan.config(DMTD)
@@ -187,7 +204,8 @@ def render(plan: Plan, decoding: Mapping[str, Any], seconds: Mapping[str, float]
         dmtd=DMTD,
         machine=plan.machine.describe(),
         processes=processes,
-        seen=config.training.steps * config.training.global_batch_size * config.data.seq_length,
+        **_base_facts(plan, span),
+        seen=_seen(config),
         steps=config.training.steps,
         span=span,
         loss_rows=_loss_rows(plan, span),
@@ -211,19 +229,22 @@ def render(plan: Plan, decoding: Mapping[str, Any], seconds: Mapping[str, float]
 
 
 def draw_curves(plan: Plan, path: Path) -> None:
-    """Training loss of both models, and held-out loss by phase, as a PNG."""
+    """Training loss of base and both models, and the models' held-out loss by phase, as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), constrained_layout=True)
-    colours = {DMTD: "tab:blue", CONTROL: "tab:orange"}
-    for model in MODELS:
+    before = plan.config(BASE).training.steps
+    for model, colour in ((BASE, "tab:gray"), (DMTD, "tab:blue"), (CONTROL, "tab:orange")):
         training, evaluations = _metrics(plan, model)
-        left.plot([r["step"] for r in training], [r["loss"] for r in training], color=colours[model], alpha=0.6, label=model)
-        steps = [r["step"] for r in evaluations]
-        left.plot(steps, [r["eval_loss"] for r in evaluations], "o--", color=colours[model], label=f"{model}, held out")
+        first = 0 if model == BASE else before
+        left.plot([first + r["step"] for r in training], [r["loss"] for r in training], color=colour, alpha=0.6, label=model)
+        steps = [first + r["step"] for r in evaluations]
+        left.plot(steps, [r["eval_loss"] for r in evaluations], "o--", color=colour, label=f"{model}, held out")
+        if model == BASE:
+            continue
         style = "-" if model == DMTD else ":"
         for index in range(plan.config(model).cycle.cycle_length):
             values = [r[f"eval_loss_phase_{index}"] for r in evaluations]

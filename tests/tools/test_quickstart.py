@@ -65,7 +65,11 @@ def test_one_command_gives_a_report_and_what_it_speaks_of(first, folder):
     for model in MODELS:
         assert (out / model / "export" / "config.json").is_file()
         start_loss, end_loss, held_out = numbers_of_row(report, "## Loss", f"`{model}`")
-        assert 7 < start_loss < 9 and end_loss < start_loss and held_out < start_loss
+        assert 5 < start_loss < 9 and end_loss < start_loss and held_out < start_loss
+    before, after = re.search(r"\(loss ([\d.]+) to ([\d.]+)\)", report).groups()
+    assert 7 < float(before) < 9 and float(after) < float(before)
+    starts = {model: numbers_of_row(report, "## Loss", f"`{model}`")[0] for model in MODELS}
+    assert starts["vanilla"] < float(before) - 0.05, "the models continue the base"
     config = json.loads((out / MODELS[0] / "export" / "config.json").read_text())
     assert config["model_type"] == "dmtdqwen3"
     assert json.loads((out / MODELS[1] / "export" / "config.json").read_text())["model_type"] == "qwen3"
@@ -99,7 +103,7 @@ def test_a_second_run_does_nothing_again(first, folder):
     before = kept.stat().st_mtime_ns
     again = start(folder / "texts", folder / "out")
     assert again.returncode == 0, again.stderr
-    assert again.stdout.count("done before") == 7
+    assert again.stdout.count("done before") == 8
     assert kept.stat().st_mtime_ns == before
 
 
