@@ -10,6 +10,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from megatron_dmtd.errors import CapabilityError, ConversionError
 
 
@@ -29,6 +31,20 @@ def gguf_file(path: str | Path) -> Path | None:
             found=f"{path} with {', '.join(file.name for file in found)}", required="one GGUF file", remedy="name the file itself"
         )
     return found[0] if found else None
+
+
+def as_written(value: float) -> float:
+    """The number that was meant by one that went through float32, as all of GGUF's do: 9.999999747378752e-06 is 1e-05."""
+    single = numpy.float32(value)
+    return float(str(single)) if float(single) == value else value
+
+
+def _restore_settings(config: Any) -> None:
+    for name, value in config.to_dict().items():
+        if isinstance(value, float):
+            setattr(config, name, as_written(value))
+        elif name == "rope_parameters":
+            setattr(config, name, {key: as_written(v) if isinstance(v, float) else v for key, v in value.items()})
 
 
 def write_as_hf_directory(file: Path, directory: Path) -> None:
@@ -70,5 +86,6 @@ def write_as_hf_directory(file: Path, directory: Path) -> None:
             required="each tensor of the model once",
             remedy="download it again, or import the safetensors of the same model",
         )
+    _restore_settings(model.config)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

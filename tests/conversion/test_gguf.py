@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from megatron_dmtd.conversion.checkpoint_io import read_checkpoint_config
 from megatron_dmtd.conversion.convert import export_hf, import_hf
-from megatron_dmtd.conversion.gguf import gguf_file
+from megatron_dmtd.conversion.gguf import as_written, gguf_file
 from megatron_dmtd.conversion.weight_files import WeightFiles
 from megatron_dmtd.errors import CapabilityError, ConversionError
 from tests.support.hf_models import random_hf_directory, save_tokenizer, small_model
@@ -83,6 +83,7 @@ def source(tmp_path):
 def test_weights_and_tokenizer_of_a_gguf_file_are_imported(source, tmp_path, as_directory):
     made = import_hf(source if as_directory else source / "model.gguf", tmp_path / "start")
     assert made.cycle.is_vanilla and made.model.qk_norm and made.model.tie_word_embeddings
+    assert (made.model.rms_norm_eps, made.model.rope_theta) == (MODEL.rms_norm_eps, MODEL.rope_theta)
     assert read_checkpoint_config(tmp_path / "start").data.tokenizer == str(tmp_path / "start" / "tokenizer")
     export_hf(tmp_path / "start", tmp_path / "out")
     expected, found = WeightFiles(tmp_path / "hf"), WeightFiles(tmp_path / "out")
@@ -91,6 +92,12 @@ def test_weights_and_tokenizer_of_a_gguf_file_are_imported(source, tmp_path, as_
     text = "A cycle begins with its head."
     ids = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")(text)["input_ids"]
     assert AutoTokenizer.from_pretrained(tmp_path / "out")(text)["input_ids"] == ids and len(ids) > 5
+
+
+@pytest.mark.parametrize("value", [1e-5, 1e-6, 1e6, 1e5, 0.02, 10_000.0, 500_000.0, 0.1])
+def test_settings_that_went_through_single_precision_are_what_was_written(value):
+    assert as_written(float(np.float32(value))) == value
+    assert as_written(value) == value
 
 
 def test_what_is_no_gguf_file_is_left_to_others(source, tmp_path):
