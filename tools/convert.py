@@ -8,7 +8,8 @@
 
 `import` makes a checkpoint to start training from (`checkpoint.init_from`). `export` takes a checkpoint, or a run's newest one.
 `verify` and `diff` compare any two of Hugging Face directories, checkpoints and runs, bit for bit: `verify` names all that
-differs, `diff` also says by how much. Exit status: 0 done or equal, 1 different, 2 refused.
+differs, `diff` also says by how much. A checkpoint that is read is first compared with its checksums, unless
+`--skip-checksums` is given. Exit status: 0 done or equal, 1 different, 2 refused.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ import torch
 from megatron_dmtd.config import CycleConfig
 from megatron_dmtd.conversion.compare import Comparison, compare
 from megatron_dmtd.conversion.convert import export_hf, import_hf
-from megatron_dmtd.conversion.sources import Source, num_parameters, open_source
+from megatron_dmtd.conversion.sources import Source, is_hf_directory, num_parameters, open_source
 from megatron_dmtd.cycle import VARIANTS
 from megatron_dmtd.errors import ConfigError, DMTDError
+from megatron_dmtd.training.checksums import has_checksums
+from megatron_dmtd.training.paths import CHECKSUMS_FILE, find_step_directory
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CYCLE_OPTIONS = ("num_parallel_layers", "cycle_length", "mask_token_id")
@@ -64,6 +67,10 @@ def _parser() -> argparse.ArgumentParser:
         comparing.add_argument("second", help="the same")
         comparing.add_argument("--dtype", choices=list(_DTYPES), help="cast the first one's weights before comparing")
         comparing.add_argument("--any-method", action="store_true", help="the cycles may differ, as in a vanilla export")
+    for reading in (exporting, inspecting, verifying, diffing):
+        reading.add_argument(
+            "--skip-checksums", action="store_true", help="do not read checkpoints whole beforehand to find damaged files"
+        )
     return parser
 
 
@@ -105,12 +112,40 @@ def _summary(source: Source) -> str:
     )
 
 
-def _inspect(path: str) -> int:
-    source = open_source(path)
+def _words_on_bytes(path: str, *, verified: bool) -> str:
+    """Whether a model's files are known to be as they were written."""
+    if is_hf_directory(path):
+        return "no checksums in this format"
+    if not has_checksums(find_step_directory(path)):
+        return f"no {CHECKSUMS_FILE}: damage inside a tensor would not be seen"
+    return f"as {CHECKSUMS_FILE} records them" if verified else "not compared with their checksums"
+
+
+def _say_if_unverified(path: str, *, verified: bool) -> None:
+    """One line on standard error about a checkpoint that is read without comparing its bytes."""
+    if not is_hf_directory(path) and not (verified and has_checksums(find_step_directory(path))):
+        print(f"{path}: {_words_on_bytes(path, verified=verified)}", file=sys.stderr)
+
+
+def _inspect(path: str, *, verify: bool) -> int:
+    source = open_source(path, verify=verify)
     for name, spec in source.stored.items():
         print(f"{_type_name(spec.dtype):9} {list(spec.shape)!s:16} {name}")
     print(_summary(source))
+    print(f"files: {_words_on_bytes(path, verified=verify)}")
     return 0
+
+
+def _export(arguments: argparse.Namespace) -> Source:
+    _say_if_unverified(arguments.checkpoint, verified=not arguments.skip_checksums)
+    return export_hf(
+        arguments.checkpoint,
+        arguments.output,
+        dtype=_DTYPES.get(arguments.dtype),
+        as_vanilla=arguments.vanilla,
+        tokenizer_dir=arguments.tokenizer,
+        verify=not arguments.skip_checksums,
+    )
 
 
 def _names_only(comparison: Comparison) -> list[str]:
@@ -130,7 +165,10 @@ def _with_sizes(comparison: Comparison) -> list[str]:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    first, second = open_source(arguments.first), open_source(arguments.second)
+    verify, paths = not arguments.skip_checksums, (arguments.first, arguments.second)
+    first, second = (open_source(path, verify=verify) for path in paths)
+    for path in paths:
+        _say_if_unverified(path, verified=verify)
     dtype = _DTYPES.get(arguments.dtype)
     comparison = compare(first, second, dtype=dtype, ignore_cycles=arguments.any_method)
     lines = _names_only(comparison) if arguments.command == "verify" else _with_sizes(comparison)
@@ -141,19 +179,13 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "inspect":
-        return _inspect(arguments.path)
+        return _inspect(arguments.path, verify=not arguments.skip_checksums)
     if arguments.command in ("verify", "diff"):
         return _compare(arguments)
     if arguments.command == "import":
         made = import_hf(arguments.hf_directory, arguments.output, cycle=_cycle(arguments))
     else:
-        made = export_hf(
-            arguments.checkpoint,
-            arguments.output,
-            dtype=_DTYPES.get(arguments.dtype),
-            as_vanilla=arguments.vanilla,
-            tokenizer_dir=arguments.tokenizer,
-        )
+        made = _export(arguments)
     print(_summary(made))
     return 0
 

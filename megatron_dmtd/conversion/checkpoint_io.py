@@ -5,7 +5,10 @@ A checkpoint (see `training/paths.py`) is a `torch_dist` directory: PyTorch's di
 
 In the files the tensors of all layers are one tensor, `decoder.layers.<name>` with the layers as first axis, stored in as many
 pieces as ranks wrote; here they are apart, `decoder.layers.<i>.<name>`, and read and written one at a time. Optimizer state and
-objects other than tensors are left alone. The format has no checksums: damage inside a tensor's bytes goes unseen.
+objects other than tensors are left alone.
+
+What is written gets checksums (`training/checksums.py`). Reading does not look at them: whoever opens a checkpoint for a user
+verifies it first (`sources.py`), since the format itself does not notice damage inside a tensor's bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -47,6 +51,7 @@ from megatron_dmtd.conversion.overlap import Flusher, read_ahead
 from megatron_dmtd.conversion.rules import TensorSpec, check_own
 from megatron_dmtd.conversion.weight_files import num_bytes_of
 from megatron_dmtd.errors import CheckpointError, ConfigError, ConversionError
+from megatron_dmtd.training.checksums import sha256_of, write_checksums
 from megatron_dmtd.training.paths import CONFIG_FILE, METADATA_FILE, write_atomically
 
 #: a tokenizer that has no other home travels in this folder of a checkpoint
@@ -282,16 +287,17 @@ def write_model_checkpoint(
         for path in tokenizer:
             (aside / TOKENIZER_FOLDER).mkdir(exist_ok=True)
             shutil.copyfile(path, aside / TOKENIZER_FOLDER / path.name)
-        _write_tensors(aside, _Stored(specs, num_layers=num_layers), read, specs)
+        digests = _write_tensors(aside, _Stored(specs, num_layers=num_layers), read, specs)
         torch.save({}, aside / "common.pt")
         write_atomically(aside / CONFIG_FILE, to_yaml(config))
         write_atomically(aside / METADATA_FILE, json.dumps(_METADATA))
+        write_checksums(aside, digests)
 
 
 def _write_tensors(
     directory: Path, stored: _Stored, read: Callable[[str], torch.Tensor], specs: Mapping[str, TensorSpec]
-) -> None:
-    """The distributed files, by torch's own writer, as if each layer came from a rank of its own."""
+) -> dict[str, str]:
+    """The distributed files, by torch's own writer, as if each layer came from a rank of its own. Their digests, by name."""
     # the files are flushed below, while others are being written
     writer = dcp.FileSystemWriter(directory, sync_files=False)
     writer.set_up_storage_writer(is_coordinator=True)
@@ -301,14 +307,17 @@ def _write_tensors(
     computes_checksums = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)  # torch.load does not look at them, and they cost as much as the writing
     results = []
+    digests: dict[str, Future[str]] = {}
     try:
-        with Flusher() as flusher:
+        with Flusher() as flusher, ThreadPoolExecutor(max_workers=1) as hasher:
             for plan in plans:
                 results.append(writer.write_data(plan, planner).wait())
                 for file_name in {result.storage_data.relative_path for result in results[-1]}:
                     flusher.flush(directory / file_name)
+                    digests[file_name] = hasher.submit(sha256_of, directory / file_name)
     finally:
         torch.serialization.set_crc32_options(computes_checksums)
     writer.finish(Metadata(state_dict_metadata=stored.entries), results)
     with Flusher() as flusher:
         flusher.flush(directory / ".metadata")
+    return {name: digest.result() for name, digest in digests.items()}

@@ -41,11 +41,11 @@ def import_hf(path: str | Path, output: str | Path, *, cycle: CycleConfig | None
     if gguf is None:
         source = HFDirectory(path)
         _import(source, output, cycle=cycle, tokenizer_home=source.directory.resolve())
-        return Checkpoint(output)
+        return Checkpoint(output, verify=False)
     with tempfile.TemporaryDirectory() as folder:
         write_as_hf_directory(gguf, Path(folder))
         _import(HFDirectory(folder), output, cycle=cycle, tokenizer_home=output.resolve() / TOKENIZER_FOLDER)
-    return Checkpoint(output)
+    return Checkpoint(output, verify=False)
 
 
 def _import(source: HFDirectory, output: Path, *, cycle: CycleConfig | None, tokenizer_home: Path) -> None:
@@ -94,16 +94,18 @@ def export_hf(
     as_vanilla: bool = False,
     tokenizer_dir: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
+    verify: bool = True,
 ) -> Source:
     """Make a Hugging Face directory of a checkpoint, or of the newest one of a run. Returns what was made.
 
     `as_vanilla`: as an ordinary Qwen3 or Llama decoder, whatever the checkpoint was trained as. `dtype`: None keeps the types.
-    Raises `CheckpointError`, `ConversionError` or `DataError`, before anything is written, if not every tensor is accounted for
-    or the MASK is an ordinary token of the tokenizer.
+    `verify`: compare the checkpoint's bytes with its checksums first. Raises `CheckpointError`, `ConversionError` or `DataError`,
+    before anything is written, if a file is damaged, not every tensor is accounted for, or the MASK is an ordinary token of the
+    tokenizer.
     """
     output = Path(output)
     refuse_used(output)
-    source = Checkpoint(checkpoint)
+    source = Checkpoint(checkpoint, verify=verify)
     cycle = CycleConfig(variant="vanilla") if as_vanilla else source.cycle
     tokenizer_dir = _tokenizer_of_export(source.config, tokenizer_dir)
     check_mask(cycle, tokenizer_dir)

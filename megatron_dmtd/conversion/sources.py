@@ -1,6 +1,7 @@
 """A model to convert from or compare: a Hugging Face directory or a training checkpoint, behind one interface.
 
-Opening one reads configurations and headers only, and accounts for every tensor.
+Opening one accounts for every tensor. Of a Hugging Face directory it reads configurations and headers only; of a checkpoint,
+unless told otherwise, all bytes, to compare them with its checksums.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from tqdm import tqdm
 
 from megatron_dmtd.config import Config, CycleConfig, ModelConfig
 from megatron_dmtd.config.validate import validate_model
@@ -27,7 +29,11 @@ from megatron_dmtd.conversion.rules import (
     rules,
 )
 from megatron_dmtd.conversion.weight_files import WeightFiles
+from megatron_dmtd.training import checksums
 from megatron_dmtd.training.paths import find_step_directory
+
+#: seconds of reading after which a terminal is shown how far it has come
+_PATIENCE_S = 2.0
 
 
 class Source(Protocol):
@@ -92,9 +98,14 @@ class Checkpoint:
 
     kind = "training checkpoint"
 
-    def __init__(self, path: str | Path) -> None:
-        """Raises `CheckpointError` or `ConversionError` if there is none, or not every tensor is accounted for."""
+    def __init__(self, path: str | Path, *, verify: bool = True) -> None:
+        """`verify`: compare all bytes with the checkpoint's checksums first. An import may come without; a run's own may not.
+
+        Raises `CheckpointError` or `ConversionError` if there is none, a file is damaged, or not every tensor is accounted for.
+        """
         self.directory = find_step_directory(path)
+        if verify and checksums.must_be_verified(self.directory):
+            _verify(self.directory)
         self.config: Config = read_checkpoint_config(self.directory)
         self.model, self.cycle = self.config.model, self.config.cycle
         validate_model(self.model)
@@ -115,6 +126,18 @@ class Checkpoint:
         return self._tensors.read(own_name)
 
 
-def open_source(path: str | Path) -> HFDirectory | Checkpoint:
-    """The model in `path`, whichever format it has."""
-    return HFDirectory(path) if (Path(path) / "config.json").is_file() else Checkpoint(path)
+def _verify(directory: Path) -> None:
+    # disable=None: no bar where there is no terminal to redraw it
+    total, delay = checksums.num_bytes(directory), _PATIENCE_S
+    with tqdm(desc=f"checking {directory.name}", total=total, unit="B", unit_scale=True, delay=delay, disable=None) as bar:
+        checksums.verify(directory, on_bytes=bar.update)
+
+
+def is_hf_directory(path: str | Path) -> bool:
+    """Whether a folder is taken for a Hugging Face directory rather than a checkpoint or a run."""
+    return (Path(path) / "config.json").is_file()
+
+
+def open_source(path: str | Path, *, verify: bool = True) -> HFDirectory | Checkpoint:
+    """The model in `path`, whichever format it has. `verify`: see `Checkpoint`."""
+    return HFDirectory(path) if is_hf_directory(path) else Checkpoint(path, verify=verify)

@@ -82,7 +82,7 @@ def load_weights(run: Run, path: str | Path) -> None:
     """
     step_directory = paths.find_step_directory(path)
     check_weights(run.config, step_directory)
-    if checksums.has_checksums(step_directory) or paths.step_of(step_directory) is not None:
+    if checksums.must_be_verified(step_directory):
         _verify_together(step_directory)
     state = _load({"model": model_state(run)}, step_directory)
     run.load_model_state(state["model"])

@@ -8,6 +8,7 @@ from megatron_dmtd.conversion.rules import rules, spec_of
 from megatron_dmtd.conversion.sources import Checkpoint, HFDirectory, num_parameters, open_source
 from megatron_dmtd.conversion.weight_files import WeightFiles, write_weights
 from megatron_dmtd.errors import CheckpointError, ConversionError
+from megatron_dmtd.training import checksums, paths
 from tests.support.hf_models import change_fields, random_hf_directory, small_model
 
 
@@ -63,6 +64,40 @@ def test_a_configuration_that_contradicts_the_weights_is_refused_with_every_faul
         assert fault in caught.value.found
     assert caught.value.found.count("unknown: model.layers.3.") == 11
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def flip_a_bit(path):
+    """Inside the file's largest part, a tensor's numbers: nothing but a checksum would notice."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["__3_0.distcp", ".metadata", "config.yaml"])
+def test_a_flipped_bit_of_any_file_is_refused_by_name_when_a_checkpoint_is_opened(hf, tmp_path, name):
+    import_hf(hf, tmp_path / "start")
+    flip_a_bit(tmp_path / "start" / name)
+    with pytest.raises(CheckpointError, match=rf"{name} \(\d+ bytes\) is not what was written"):
+        open_source(tmp_path / "start")
+
+
+def test_an_import_may_lack_checksums_and_a_runs_step_may_not(hf, tmp_path):
+    import_hf(hf, tmp_path / "start")
+    (tmp_path / "start" / paths.CHECKSUMS_FILE).unlink()
+    flip_a_bit(tmp_path / "start" / "__3_0.distcp")
+    open_source(tmp_path / "start")
+    step = (tmp_path / "start").rename(tmp_path / paths.step_directory_name(5))
+    with pytest.raises(CheckpointError, match=r"no checksums\.sha256"):
+        open_source(step)
+    open_source(step, verify=False)
+
+
+def test_an_import_records_every_file_that_it_writes(hf, tmp_path):
+    import_hf(hf, tmp_path / "start")
+    recorded = checksums.read_checksums(tmp_path / "start")
+    files = {path.name for path in (tmp_path / "start").iterdir()} - {paths.CHECKSUMS_FILE}
+    assert set(recorded) == files and sum(name.endswith(".distcp") for name in files) == 7
+    checksums.verify(tmp_path / "start")
 
 
 def test_what_is_neither_format_is_refused(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from megatron_dmtd.conversion.checkpoint_io import CheckpointTensors
 from megatron_dmtd.conversion.weight_files import WeightFiles
 from tools.convert import main
 
@@ -69,6 +70,43 @@ def test_a_refusal_is_a_message_and_not_a_traceback(tmp_path, capsys):
     assert main(["export", str(tmp_path / "absent"), str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("CheckpointError\nfound: ") and "Traceback" not in error
+
+
+def test_a_damaged_checkpoint_is_refused_by_every_command_before_anything_is_written(hf_directory, tmp_path, capsys):
+    start, out = tmp_path / "start", tmp_path / "out"
+    assert main(["import", hf_directory, str(start)]) == 0
+    part = start / "__2_0.distcp"
+    data = bytearray(part.read_bytes())
+    numbers = CheckpointTensors(start).read("decoder.layers.0.mlp.linear_fc2.weight").numpy().tobytes()
+    data[data.index(numbers) + len(numbers) // 2] ^= 1  # where nothing but a checksum notices it
+    part.write_bytes(data)
+    commands = {
+        "export": ["export", str(start), str(out)],
+        "inspect": ["inspect", str(start)],
+        "verify": ["verify", hf_directory, str(start)],
+        "diff": ["diff", str(start), hf_directory],
+    }
+    for command in commands.values():
+        assert main(command) == 2
+        assert "__2_0.distcp (" in capsys.readouterr().err
+        assert not out.exists()
+    statuses = {name: main([*command, "--skip-checksums"]) for name, command in commands.items()}
+    assert statuses == {"export": 0, "inspect": 0, "verify": 1, "diff": 1}
+    shown = capsys.readouterr()
+    assert shown.err.count(f"{start}: not compared with their checksums\n") == 3
+    assert "files: not compared with their checksums\n" in shown.out
+
+
+def test_a_bare_checkpoint_without_checksums_is_accepted_with_a_word(hf_directory, tmp_path, capsys):
+    start = tmp_path / "start"
+    assert main(["import", hf_directory, str(start)]) == 0
+    assert main(["inspect", str(start)]) == 0
+    assert "files: as checksums.sha256 records them\n" in capsys.readouterr().out
+    (start / "checksums.sha256").unlink()
+    assert main(["verify", str(start), hf_directory]) == 0
+    assert capsys.readouterr().err == f"{start}: no checksums.sha256: damage inside a tensor would not be seen\n"
+    assert main(["inspect", hf_directory]) == 0
+    assert "files: no checksums in this format\n" in capsys.readouterr().out
 
 
 def test_it_runs_as_a_command_without_megatron(hf_directory):
@@ -135,7 +173,7 @@ def test_a_terminated_conversion_leaves_nothing(hf_directory, tmp_path):
         "        time.sleep(5)\n"
         "    return original(path, *rest, **options)\n"
         "builtins.open = slow\n"
-        f"sys.argv = ['convert.py', 'export', {str(tmp_path / 'start')!r}, {str(tmp_path / 'out')!r}]\n"
+        f"sys.argv = ['convert.py', 'export', {str(tmp_path / 'start')!r}, {str(tmp_path / 'out')!r}, '--skip-checksums']\n"
         "runpy.run_path('tools/convert.py', run_name='__main__')\n"
     )
     root = Path(__file__).parents[2]

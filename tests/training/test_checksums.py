@@ -51,7 +51,50 @@ def test_truncated_and_missing_files_are_listed_together(tmp_path: Path) -> None
     assert "latest" in caught.value.remedy
 
 
-@pytest.mark.parametrize("damage", [b"", b"no digest  config.yaml\n", b"\xff\xfe\n"])
+def test_files_in_folders_are_recorded_and_compared(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "vocab.json").write_text("{}")
+    _directory(tmp_path)
+    assert "tokenizer/vocab.json" in checksums.read_checksums(tmp_path)
+    (tmp_path / "tokenizer" / "vocab.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"tokenizer/vocab.json \(2 bytes\) is not what was written"):
+        checksums.verify(tmp_path)
+
+
+def test_reading_is_reported_to_the_last_byte(tmp_path: Path) -> None:
+    (tmp_path / "large").write_bytes(bytes(3 * 2**20 + 5))
+    _directory(tmp_path)
+    seen: list[int] = []
+    checksums.verify(tmp_path, on_bytes=seen.append)
+    assert sum(seen) == checksums.num_bytes(tmp_path) == 3 * 2**20 + 5 + 7000 + 5 + 10
+    assert len(seen) > 5, "block by block"
+
+
+def test_a_runs_own_step_must_be_verified_and_a_bare_import_need_not_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, start = tmp_path / "step_00000010", tmp_path / "start"
+    for folder in (step, start):
+        folder.mkdir()
+    assert checksums.must_be_verified(step) and not checksums.must_be_verified(start)
+    _directory(start)
+    assert checksums.must_be_verified(start)
+    monkeypatch.chdir(step)
+    assert checksums.must_be_verified(Path("."))
+
+
+_ZEROS = b"0" * 64
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"no digest  config.yaml\n",
+        b"\xff\xfe\n",
+        _ZEROS + b"  ../outside\n",
+        _ZEROS + b"  /etc/x\n",
+        _ZEROS + b"  a/..\n",
+    ],
+)
 def test_a_damaged_record_is_refused(tmp_path: Path, damage: bytes) -> None:
     (_directory(tmp_path) / "checksums.sha256").write_bytes(damage)
     with pytest.raises(CheckpointError, match=r"checksums.sha256 itself is damaged"):
