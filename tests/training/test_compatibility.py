@@ -6,7 +6,7 @@ import pytest
 from megatron_dmtd.config import Config, to_yaml
 from megatron_dmtd.errors import CheckpointError
 from megatron_dmtd.training import paths
-from megatron_dmtd.training.compatibility import ALLOWED, check_resumable, check_weights, differences, saved_config
+from megatron_dmtd.training.compatibility import ALLOWED, REFUSED, check_resumable, check_weights, differences, saved_config
 from tests.support.tiny import tiny_config, with_settings
 
 
@@ -41,6 +41,8 @@ def test_each_difference_says_whether_it_is_allowed_and_why(saved: Path) -> None
         ("data", "seq_length", 64),
         ("data", "shuffle_seed", 1),
         ("data", "pad_token_id", 1),
+        ("parallel", "distributed_optimizer", False),
+        ("training", "freeze_embeddings", True),
     ],
 )
 def test_what_makes_another_run_is_refused_beside_what_is_allowed(saved: Path, section: str, field: str, value: object) -> None:
@@ -48,7 +50,8 @@ def test_what_makes_another_run_is_refused_beside_what_is_allowed(saved: Path, s
     with pytest.raises(CheckpointError) as caught:
         check_resumable(changed, saved)
     old = getattr(getattr(tiny_config(), section), field)
-    assert f"{section}.{field} = {old} in the checkpoint, {value} in this run; optimizer.lr" in caught.value.found
+    why = REFUSED[f"{section}.{field}"]
+    assert f"{section}.{field} = {old} in the checkpoint, {value} in this run ({why}); optimizer.lr" in caught.value.found
     assert "init_from" in caught.value.remedy
 
 
@@ -58,12 +61,15 @@ def test_weights_must_have_the_models_shape_and_nothing_else(saved: Path) -> Non
         check_weights(tiny_config(model={"num_layers": 5}), saved)
 
 
-def test_every_rule_names_a_setting_that_exists() -> None:
+def test_every_setting_has_exactly_one_rule() -> None:
+    """A new setting has to be thought about: may a run that goes on change it?"""
     sections = {section.name: section.default_factory for section in dataclasses.fields(Config)}
-    for name in ALLOWED:
-        section, _, field = name.partition(".")
-        known = {item.name for item in dataclasses.fields(sections[section])}  # type: ignore[arg-type]
-        assert not field or field in known, name
+    fields = {f"{name}.{item.name}" for name, section in sections.items() for item in dataclasses.fields(section)}  # type: ignore[arg-type]
+    assert len(fields) > 60
+    assert fields - ALLOWED.keys() - REFUSED.keys() == set(), "without a rule"
+    assert (ALLOWED.keys() | REFUSED.keys()) - fields == set(), "rules for what is no setting"
+    assert ALLOWED.keys() & REFUSED.keys() == set()
+    assert all([*ALLOWED.values(), *REFUSED.values()])
 
 
 def test_an_unreadable_configuration_is_refused(tmp_path: Path) -> None:
