@@ -9,11 +9,7 @@ megatron-core 0.16.1; a later version may need more names. Nothing else in this 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import multiprocessing
-import multiprocessing.managers
-import signal
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -135,30 +131,6 @@ def _patch_rng() -> None:
     megatron_random.CudaRNGStatesTracker.fork = fork
 
 
-def _die_with_parent() -> None:
-    """Ask Linux to end this process when its parent ends: a killed rank must leave no helper behind, holding its files open."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
-def _patch_checkpoint_writer() -> None:
-    """The writer's queue lives in a forked helper process.
-
-    Megatron spawns it, which imports the program and Megatron again and costs seconds at the first save of every run. It spawns
-    because a fork would copy a CUDA context; there is none here.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    def queue() -> Any:
-        if filesystem_async._results_queue is None:
-            manager = multiprocessing.managers.SyncManager(ctx=multiprocessing.get_context("fork"))
-            manager.start(initializer=_die_with_parent)
-            filesystem_async._results_queue = manager.Queue()
-        return filesystem_async._results_queue
-
-    filesystem_async._get_write_results_queue = queue
-
-
 def _proxy_loaded_modules() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and not name.startswith(_NOT_PROXIED) and getattr(module, "torch", None) is torch:
@@ -184,5 +156,4 @@ def install() -> None:
     if not _patched:
         _patch_tensor_methods()
         _patch_rng()
-        _patch_checkpoint_writer()
         _patched = True

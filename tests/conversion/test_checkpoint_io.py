@@ -2,6 +2,7 @@
 
 import functools
 import json
+import multiprocessing
 import pickle
 from pathlib import Path
 
@@ -121,7 +122,10 @@ def save_interleaved(config: Config, directory: str) -> None:
     """What Megatron's own library writes where this rank holds every second layer."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    # Megatron would spawn the process that holds this queue, which imports the test program and Megatron anew.
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     rank, num_layers = torch.distributed.get_rank(), config.model.num_layers
     state = {}
     for name, tensor in own_tensors(config).items():
