@@ -16,11 +16,11 @@ from megatron_dmtd.training.signals import StopRequested, StopSignals
 
 def _status_of(error: Exception) -> int:
     from megatron_dmtd.training.bad_numbers import BadNumbers
+    from megatron_dmtd.training.log import LogError
     from megatron_dmtd.training.saving import SaveError
 
-    if isinstance(error, BadNumbers):
-        return exit_codes.BAD_NUMBERS
-    return exit_codes.NOT_SAVED if isinstance(error, SaveError) else exit_codes.REFUSED
+    statuses = {BadNumbers: exit_codes.BAD_NUMBERS, SaveError: exit_codes.NOT_SAVED, LogError: exit_codes.NOT_LOGGED}
+    return statuses.get(type(error), exit_codes.REFUSED)
 
 
 def main() -> int:

@@ -4,7 +4,7 @@
 #
 #   the trainer ends with                            the job
 #   0 done                                           ends with 0
-#   2 refused, 4 bad numbers, 6 not saved            ends with that status: a restart would not help
+#   2 refused, 4 bad numbers, 6 or 7 a full disk     ends with that status: a restart would not help
 #   3 stopped by a signal, after a save              is requeued and goes on
 #   anything else: a crash, a stall, a lost rank     is requeued and goes on from the newest checkpoint
 #
@@ -78,7 +78,7 @@ restart_or_end() {
 verdict() {
     local srun_status="$1" status statuses
     statuses="$(cat "$EXIT_DIR"/rank-* 2>/dev/null | sort -un | tr '\n' ' ')"
-    for status in 2 4 6 5 1; do
+    for status in 2 4 6 7 5 1; do
         if [[ " $statuses" == *" $status "* ]]; then
             echo "$status"
             return
@@ -144,6 +144,6 @@ wait "$TAIL_PID" || true
 status="$(verdict "$status")"
 say "the trainer ended with status $status"
 case "$status" in
-    0 | 2 | 4 | 6) exit "$status" ;;
+    0 | 2 | 4 | 6 | 7) exit "$status" ;;
     *) restart_or_end "$status" ;;
 esac

@@ -9,6 +9,7 @@ STOPPED = 3
 BAD_NUMBERS = 4
 STALLED = 5
 NOT_SAVED = 6
+NOT_LOGGED = 7
 
 MEANINGS = {
     DONE: "done: the run reached training.steps",
@@ -18,6 +19,7 @@ MEANINGS = {
     BAD_NUMBERS: "a loss or gradient that is not finite: do not restart blindly, see the message and the bad_step file",
     STALLED: "the watchdog ended a job in which a rank stalled: its report names the rank",
     NOT_SAVED: "a checkpoint could not be written: the last complete one stands",
+    NOT_LOGGED: "the log could not be written: the state is saved, the same command goes on when there is room",
 }
 
 

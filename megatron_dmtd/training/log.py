@@ -6,27 +6,36 @@ Names of values carry their units: `loss` and `loss_phase_<i>` (nats per target)
 
 Layout of `logging.dir`: `metrics.jsonl` (one object per `log`, in order of steps, no step twice), `metrics.superseded.jsonl`
 (lines of steps that were trained again after a resume), `wandb_run_id`, and wandb's own `wandb/`.
+
+A disk that takes no more lines ends nothing here: `failure` says so, `unwritten` keeps the lines, and the caller, who knows when
+the ranks can stop together, saves and raises `error`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from megatron_dmtd.config import LoggingConfig
-from megatron_dmtd.errors import ConfigError
+from megatron_dmtd.errors import ConfigError, DMTDError
 
 METRICS_FILE = "metrics.jsonl"
 SUPERSEDED_FILE = "metrics.superseded.jsonl"
 RUN_ID_FILE = "wandb_run_id"
+
+
+class LogError(DMTDError):
+    """A log that could not be written, in a run that stopped for it."""
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -48,8 +57,11 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 def _write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _to_line(record: Mapping[str, Any]) -> str:
@@ -63,8 +75,10 @@ def rewind_metrics(directory: Path, *, resumed_step: int) -> None:
     path = directory / METRICS_FILE
     if not path.is_file():
         return
-    records = read_metrics(path)
+    records, is_torn = read_metrics(path), not path.read_bytes().endswith(b"\n")
     superseded = [record for record in records if record["step"] > resumed_step]
+    if not superseded and not is_torn:
+        return  # a disk without room for a second copy does not matter
     if superseded:
         with open(directory / SUPERSEDED_FILE, "a") as file:
             file.write("".join(map(_to_line, superseded)))
@@ -78,6 +92,30 @@ def _wandb_run_id(directory: Path) -> str:
     return path.read_text().strip()
 
 
+def _append(file: Any, line: str) -> None:
+    """Write a line to an unbuffered file, or nothing of it. Raises `OSError`."""
+    data, end = line.encode(), file.seek(0, os.SEEK_END)
+    try:
+        if file.write(data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        with contextlib.suppress(OSError):
+            file.truncate(end)
+        raise
+
+
+def _kind_of(record: Mapping[str, Any]) -> tuple[int, frozenset[str]]:
+    """What no log has twice: the values of one name at one step."""
+    return record["step"], frozenset(record)
+
+
+def _silence_console() -> None:
+    """From here on the console takes everything: what is left in its buffer would fail again when the interpreter ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
 def _start_wandb(config: LoggingConfig, run_config: Mapping[str, Any]) -> Any:
     import wandb
 
@@ -89,15 +127,22 @@ def _start_wandb(config: LoggingConfig, run_config: Mapping[str, Any]) -> Any:
         )
     # wandb would stop and ask for a key; a job has nobody to answer. WANDB_MODE, where set, is the user's own choice.
     offline = not (os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"))
-    run = wandb.init(
-        project=config.wandb_project,
-        name=config.run_name or None,
-        id=_wandb_run_id(Path(config.dir)),
-        resume=None if offline else "allow",
-        dir=config.dir,
-        mode="offline" if offline else None,
-        config=dict(run_config),
-    )
+    try:
+        run = wandb.init(
+            project=config.wandb_project,
+            name=config.run_name or None,
+            id=_wandb_run_id(Path(config.dir)),
+            resume=None if offline else "allow",
+            dir=config.dir,
+            mode="offline" if offline else None,
+            config=dict(run_config),
+        )
+    except wandb.errors.Error as error:
+        raise ConfigError(
+            found=f"wandb does not start: {error}",
+            required="a wandb that does, or none",
+            remedy="see to its key, network and logging.dir; or set WANDB_MODE=offline; or leave logging.wandb_project empty",
+        ) from error
     # Our own step as the axis: wandb's counter only goes up, and would drop the steps that are trained again after a resume.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
@@ -130,13 +175,17 @@ class RunLog:
         self._file: Any = None
         self._wandb: Any = None
         self._bar: Any = None
+        self.failure = ""
+        """What could not be written and why; empty while all is well."""
+        self.unwritten: list[dict[str, Any]] = []
+        """Lines that `metrics.jsonl` lacks because of it, in order."""
         if not is_writer:
             return
         if config.dir:
             directory = Path(config.dir)
             directory.mkdir(parents=True, exist_ok=True)
             rewind_metrics(directory, resumed_step=resumed_step)
-            self._file = open(directory / METRICS_FILE, "a")  # noqa: SIM115 - closed by close()
+            self._file = open(directory / METRICS_FILE, "ab", buffering=0)  # noqa: SIM115 - closed by close()
         if config.wandb_project:
             self._wandb = _start_wandb(config, run_config or {})
         if config.progress:
@@ -154,18 +203,56 @@ class RunLog:
             return
         assert "step" not in values, values
         self.message(f"step {step}/{self._total_steps}  " + "  ".join(_format(name, value) for name, value in values.items()))
-        record = {"step": step} | {name: float(value) for name, value in values.items()}
-        if self._file is not None:
-            self._file.write(_to_line(record))
-            self._file.flush()
+        self._write({"step": step} | {name: float(value) for name, value in values.items()})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._file is not None and self.failure:
+            self.unwritten.append(record)  # after those that are waiting
+        elif self._file is not None:
+            try:
+                _append(self._file, _to_line(record))
+            except OSError as error:
+                self._fail(METRICS_FILE, error)
+                self.unwritten.append(record)
         if self._wandb is not None:
-            self._wandb.log(record)
+            try:
+                self._wandb.log(record)
+            except OSError as error:
+                self._fail("wandb", error)
+
+    def _fail(self, what: str, error: OSError) -> None:
+        self.failure = self.failure or f"{what}: {error.strerror or error}"
+
+    def make_up(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Write the lines that an earlier attempt of this run could not, unless they have been made up before."""
+        if not self._is_writer or self._file is None:
+            return
+        written = {_kind_of(record) for record in read_metrics(self._file.name)}
+        for record in records:
+            if _kind_of(record) not in written:
+                self._write(dict(record))
+
+    def error(self, *, saved: Path | None) -> LogError | None:
+        """What ends a run whose log cannot be written; None while all is well. `saved`: the newest checkpoint."""
+        if not self.failure:
+            return None
+        lines = f"; {len(self.unwritten)} lines wait in the checkpoint" if saved and self.unwritten else ""
+        return LogError(
+            found=f"the log cannot be written: {self.failure}; " + (f"saved {saved}{lines}" if saved else "nothing is saved"),
+            required="a logging.dir, and a console, that take every line",
+            remedy="make room, or mend the folder, and start the same command again",
+        )
 
     def message(self, text: str) -> None:
         """Print a line on the writer's console without breaking the progress bar."""
-        if self._is_writer:
+        if not self._is_writer:
+            return
+        try:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
+        except OSError as error:
+            self._fail("the console", error)
+            _silence_console()
 
     def close(self) -> None:
         """Finish all that is open. Safe to call twice."""

@@ -28,6 +28,9 @@ class Progress:
     corpus: list[int] = field(default_factory=list)
     """Rows and targets per epoch of the training corpora; empty before they are known. Row numbers mean nothing in others."""
 
+    unlogged: list[dict[str, Any]] = field(default_factory=list)
+    """Log lines up to this step that no disk took: the next attempt writes them."""
+
     @classmethod
     def new(cls, *, cycle_length: int, device: torch.device | str = "cpu") -> Progress:
         """The progress of a run that has not begun."""
@@ -41,6 +44,7 @@ class Progress:
             "bad_steps": self.bad_steps,
             "evaluation_due": self.evaluation_due,
             "corpus": list(self.corpus),
+            "unlogged": [dict(record) for record in self.unlogged],
         }
 
     @classmethod
@@ -52,4 +56,5 @@ class Progress:
         progress.bad_steps = values["bad_steps"]
         progress.evaluation_due = values["evaluation_due"]
         progress.corpus = list(values["corpus"])
+        progress.unlogged = [dict(record) for record in values.get("unlogged", [])]
         return progress

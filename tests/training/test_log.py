@@ -1,11 +1,14 @@
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 
 from megatron_dmtd.config import LoggingConfig
 from megatron_dmtd.errors import ConfigError
 from megatron_dmtd.training.log import RunLog, read_metrics
+from tests.support.disks import small_disk
 
 
 def run_steps(directory, steps, *, resumed_step=0, **settings):
@@ -55,6 +58,49 @@ def test_a_torn_last_line_is_dropped(tmp_path):
         file.write('{"step": 3, "lo')
     run_steps(tmp_path, [3], resumed_step=2)
     assert steps_in(tmp_path / "metrics.jsonl") == [1, 2, 3]
+
+
+def test_a_sound_log_is_not_written_anew(tmp_path):
+    run_steps(tmp_path, [1, 2])
+    before = (tmp_path / "metrics.jsonl").stat().st_ino
+    run_steps(tmp_path, [3], resumed_step=2)
+    assert (tmp_path / "metrics.jsonl").stat().st_ino == before
+
+
+def test_a_full_disk_takes_no_half_line_and_the_next_attempt_makes_up_for_it_once(tmp_path):
+    with small_disk(tmp_path / "small", "size=8k") as folder:
+        (folder / "other").write_bytes(bytes(4096))
+        config = LoggingConfig(dir=str(folder), progress=False)
+        with RunLog(config, is_writer=True, total_steps=200) as log:
+            for step in range(1, 151):
+                log.log(step, {"loss": float(step), "words": 1.0})
+            assert log.failure == "metrics.jsonl: No space left on device"
+            assert "the log cannot be written: metrics.jsonl: No space left" in log.error(saved=tmp_path).found
+        written = steps_in(folder / "metrics.jsonl")
+        assert (folder / "metrics.jsonl").read_bytes().endswith(b"}\n"), "no half of a line"
+        assert len(written) > 20 and written + [record["step"] for record in log.unwritten] == list(range(1, 151))
+        (folder / "other").unlink()
+        for _ in range(2):
+            with RunLog(config, is_writer=True, total_steps=200, resumed_step=150) as again:
+                again.make_up(log.unwritten)
+                assert again.error(saved=None) is None
+            assert steps_in(folder / "metrics.jsonl") == list(range(1, 151))
+
+
+def test_a_console_that_takes_no_more_is_noted_and_does_not_change_the_exit_status(tmp_path):
+    program = """
+import sys
+from megatron_dmtd.config import LoggingConfig
+from megatron_dmtd.training.log import RunLog
+with RunLog(LoggingConfig(progress=False), is_writer=True, total_steps=1) as log:
+    log.message("hello")
+    log.message("again")
+sys.stderr.write(log.failure)
+sys.exit(7)
+"""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (7, "the console: No space left on device")
 
 
 @pytest.mark.parametrize("line", ["not json", '{"loss": 1.0}', "3"])
@@ -115,6 +161,13 @@ def test_the_progress_bar_is_silent_without_a_terminal(capfd):
 def test_wandb_needs_a_folder():
     with pytest.raises(ConfigError, match=r"logging\.dir"):
         RunLog(LoggingConfig(wandb_project="p", progress=False), is_writer=True, total_steps=1)
+
+
+def test_a_wandb_that_does_not_start_is_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with pytest.raises(ConfigError, match=r"wandb does not start: .*project"):
+        run_steps(tmp_path, [1], wandb_project="no/such:name")
 
 
 def test_wandb_is_offline_without_a_key_and_a_resume_keeps_the_run_id(tmp_path, monkeypatch):

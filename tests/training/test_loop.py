@@ -17,6 +17,7 @@ from megatron_dmtd.config import Config
 from megatron_dmtd.errors import CheckpointError, ConfigError
 from megatron_dmtd.training import paths
 from tests.support.checkpoints import assert_same_checkpoint, common_of
+from tests.support.disks import small_disk
 from tests.support.jobs import PHASES, lines_of, run_job
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_config, with_settings, write_corpus
@@ -150,5 +151,21 @@ def test_a_log_that_rank_0_refuses_is_refused_on_every_rank(corpus: tuple[str, s
     with pytest.raises(AssertionError, match=r"found: rank 0: .*metrics.jsonl, line 1"):
         run_ranks(2, run_job, config)
     (tmp_path / "file").write_text("")
-    with pytest.raises(AssertionError, match=r"found: rank 0: logging.dir: .*Not a directory"):
+    with pytest.raises(AssertionError, match=r"found: rank 0: .*Not a directory"):
         run_ranks(2, run_job, with_settings(config, logging={"dir": str(tmp_path / "file" / "log")}))
+
+
+def test_a_full_disk_under_the_log_stops_the_run_after_a_save_and_no_line_is_lost(
+    corpus: tuple[str, str], tmp_path: Path, whole: dict[int, Config]
+) -> None:
+    with small_disk(tmp_path / "small", "size=8k") as folder:
+        (folder / "other").write_bytes(bytes(4096))  # the owner's line takes the rest
+        config = _config(corpus, tmp_path, logging={"dir": str(folder)})
+        with pytest.raises(AssertionError, match=r"the log cannot be written: metrics.jsonl: No space left on device") as caught:
+            run_ranks(2, run_job, config)
+        saved = Path(config.checkpoint.dir) / paths.step_directory_name(2)
+        assert f"saved {saved}; 1 lines wait in the checkpoint" in str(caught.value)
+        assert paths.latest_directory(Path(config.checkpoint.dir)) == saved
+        (folder / "other").unlink()
+        assert [ended for ended, _, _ in run_ranks(2, run_job, config)] == ["done"] * 2
+        _assert_same_run(config, whole[2])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +15,11 @@ import torch
 from megatron_dmtd.config import Config
 from megatron_dmtd.training import checksums, paths
 from tests.support.checkpoints import assert_same_checkpoint, common_of
+from tests.support.disks import small_disk
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_config, with_settings
 
 pytestmark = pytest.mark.multiprocess
-
-
-@contextlib.contextmanager
-def _tmpfs(folder: Path, options: str) -> Iterator[Path]:
-    """A file system of its own. Needs root; where root may not mount either, the test fails by name instead of passing."""
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, text=True)
-    if mounted.returncode != 0 and os.geteuid() != 0:
-        pytest.skip("only root can mount a small file system")
-    assert mounted.returncode == 0, f"root cannot mount a tmpfs here: {mounted.stderr}"
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def _config(corpus: tuple[str, str], folder: Path | str, **sections: Any) -> Config:
@@ -187,7 +172,7 @@ def _save_until_it_fails(config: Config, most: int) -> tuple[int, str]:
 def test_a_disk_that_fills_up_leaves_the_last_checkpoint_and_says_so_on_every_rank(
     kib: int, corpus: tuple[str, str], tmp_path: Path
 ) -> None:
-    with _tmpfs(tmp_path / "small", f"size={kib}k") as folder:
+    with small_disk(tmp_path / "small", f"size={kib}k") as folder:
         config = _config(corpus, folder / "run", checkpoint={"keep_last": 0})
         results = run_ranks(2, _save_until_it_fails, config, 6)
         assert results[0] == results[1]
@@ -209,7 +194,7 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint_and_says_so_on_every_ra
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_on_every_rank(corpus: tuple[str, str], tmp_path: Path) -> None:
-    with _tmpfs(tmp_path / "readonly", "ro") as folder:
+    with small_disk(tmp_path / "readonly", "ro") as folder:
         results = run_ranks(2, _save_until_it_fails, _config(corpus, folder / "run"), 2)
         assert results[0] == results[1]
         assert results[0][0] == 1
