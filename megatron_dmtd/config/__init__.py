@@ -1,5 +1,6 @@
 """Configuration: frozen sections, one validation, YAML and command line."""
 
+from megatron_dmtd.config.batch_size import batch_size, batch_size_stages, batch_sizes
 from megatron_dmtd.config.load import from_yaml, load_config, make_parser, parse, to_config, to_dict, to_yaml
 from megatron_dmtd.config.sections import (
     CheckpointConfig,
@@ -24,6 +25,9 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "TrainingConfig",
+    "batch_size",
+    "batch_size_stages",
+    "batch_sizes",
     "data_parallel_size",
     "from_yaml",
     "load_config",

@@ -139,7 +139,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW and the learning-rate schedule (Megatron's optimizer and parameter scheduler)."""
+    """AdamW and the learning-rate schedule (Megatron's optimizer and parameter scheduler), which counts steps, not rows."""
 
     lr: float = 3e-4
     """Peak learning rate."""
@@ -153,6 +153,8 @@ class OptimizerConfig:
     """Step at which the decay ends. 0: the last step of training."""
     wsd_decay_steps: int = 0
     """Length of the final decay of `WSD`, in steps. Must be positive exactly when `decay` is `WSD`."""
+    wsd_decay_style: Literal["cosine", "linear", "exponential", "minus_sqrt"] = "cosine"
+    """Shape of the final decay of `WSD`."""
     weight_decay: float = 0.1
     """Decoupled weight decay; norms and biases are exempt."""
     beta1: float = 0.9
@@ -175,6 +177,9 @@ class TrainingConfig:
     """Rows per forward pass and rank."""
     global_batch_size: int = 8
     """Rows per optimizer step, over all ranks; a multiple of `micro_batch_size` times data-parallel ranks."""
+    rampup_batch_size: tuple[int, ...] = ()
+    """START, INCREMENT, SAMPLES: begin with steps of START rows and grow by INCREMENT to `global_batch_size`, evenly over the
+    first SAMPLES rows. Each size must fit the ranks as `global_batch_size` does. Empty: no step is smaller."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Compute type. `bf16` keeps fp32 master weights and fp32 gradients."""
     freeze_embeddings: bool = False
@@ -227,7 +232,10 @@ class LoggingConfig:
     run_name: str = ""
     """Name of the run in wandb."""
     peak_tflops: float = 0.0
-    """Peak TFLOP/s of one device, for MFU. 0: MFU is not reported."""
+    """Peak TFLOP/s of one device, for MFU. 0: not known."""
+    measure_peak: bool = False
+    """Measure the peak when the run starts, by products of large matrices in the compute type, on all ranks at once; for where
+    `peak_tflops` is 0. Without either MFU is not reported."""
     progress: bool = True
     """Progress bar on rank 0's terminal."""
     spike_deviations: float = 6.0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_dmtd.config.sections import Config, CycleConfig, DataConfig, ModelConfig, ParallelConfig
+from megatron_dmtd.config.batch_size import batch_sizes
+from megatron_dmtd.config.sections import Config, CycleConfig, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megatron_dmtd.cycle import VARIANTS
 from megatron_dmtd.errors import ConfigError
 
@@ -259,11 +260,40 @@ def _validate_training(config: Config) -> None:
     _require_positive("training", {name: getattr(training, name) for name in ("steps", "micro_batch_size", "global_batch_size")})
     names = ("eval_interval", "eval_batches", "seed", "max_bad_steps", "watchdog_s")
     _require_not_negative("training", {name: getattr(training, name) for name in names})
+    _validate_ramp_up(training)
     _require_not_negative(
         "checkpoint", {name: getattr(config.checkpoint, name) for name in ("interval", "keep_last", "keep_every")}
     )
     _require_positive("logging", {"interval": config.logging.interval})
-    _require_not_negative("logging", {"spike_deviations": config.logging.spike_deviations})
+    _require_not_negative(
+        "logging", {"spike_deviations": config.logging.spike_deviations, "peak_tflops": config.logging.peak_tflops}
+    )
+    _require(
+        not (config.logging.measure_peak and config.logging.peak_tflops),
+        found=f"logging.measure_peak with logging.peak_tflops = {config.logging.peak_tflops}",
+        required="one peak: given or measured",
+        remedy="set logging.measure_peak to false, or logging.peak_tflops to 0",
+    )
+
+
+def _validate_ramp_up(training: TrainingConfig) -> None:
+    ramp, full = training.rampup_batch_size, training.global_batch_size
+    shown = f"training.rampup_batch_size = {list(ramp)}"
+    _require(
+        len(ramp) in (0, 3) and all(number > 0 for number in ramp),
+        found=shown,
+        required="three positive numbers, START, INCREMENT and SAMPLES, or none",
+        remedy="write for example [16, 16, 100000]",
+    )
+    if not ramp:
+        return
+    start, increment, _ = ramp
+    _require(
+        start < full and (full - start) % increment == 0,
+        found=f"{shown} with training.global_batch_size = {full}",
+        required="a whole number of increments, at least one, from the first size to the last",
+        remedy=f"choose START below {full} and an INCREMENT that divides {full} - START",
+    )
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
@@ -291,15 +321,31 @@ def num_microbatches(config: Config, world_size: int) -> int:
         required="a global batch that is a multiple of the rows of one forward pass of all ranks",
         remedy=f"set training.global_batch_size to a multiple of {rows}",
     )
-    count = training.global_batch_size // rows
-    parallel = config.parallel
+    for size in batch_sizes(training):
+        _validate_batch(config, size, ranks=ranks)
+    return training.global_batch_size // rows
+
+
+def _validate_batch(config: Config, size: int, *, ranks: int) -> None:
+    """Raise `ConfigError` if a step of `size` rows does not fit the schedule or the ranks."""
+    parallel, rows = config.parallel, config.training.micro_batch_size * ranks
+    ramp = config.training.rampup_batch_size
+    _require(
+        size % rows == 0,
+        found=f"steps of {size} rows from training.rampup_batch_size = {list(ramp)}, "
+        f"micro_batch_size {config.training.micro_batch_size} x {ranks} data-parallel ranks = {rows}",
+        required="steps that are a multiple of the rows of one forward pass of all ranks",
+        remedy=f"set START and INCREMENT to multiples of {rows}",
+    )
+    count = size // rows
+    unit = rows * parallel.pipeline
+    settings = "START and INCREMENT of training.rampup_batch_size and " if ramp else ""
     _require(
         parallel.virtual_stages == 1 or count % parallel.pipeline == 0,
         found=f"{count} microbatches per step for {parallel.pipeline} interleaved pipeline ranks",
         required="a multiple of the pipeline ranks: the interleaved schedule runs them in groups",
-        remedy=f"set training.global_batch_size to a multiple of {rows * parallel.pipeline}, or parallel.virtual_stages to 1",
+        remedy=f"set {settings}training.global_batch_size to a multiple of {unit}, or parallel.virtual_stages to 1",
     )
-    return count
 
 
 def validate(config: Config, *, world_size: int | None = None) -> None:

@@ -1,9 +1,9 @@
 """Microbatches of one data-parallel rank, in order, from any row on.
 
-Global batch k of a run holds the rows k G to (k + 1) G - 1, however many ranks share them, so a run may be resumed on another
-number of ranks. Tensor- and pipeline-parallel ranks of one replica ask for the same rows and read the same data: nothing is
-broadcast. All randomness is the dataset's, and there is no state but the next row. `prefetched` reads ahead on a thread of its
-own, which changes no batch.
+A global batch holds the G rows that follow the batch before it, however many ranks share them, so a run may be resumed on
+another number of ranks. G may change during a run: it is asked for by the number of rows before the batch. Tensor- and
+pipeline-parallel ranks of one replica ask for the same rows and read the same data: nothing is broadcast. All randomness is the
+dataset's, and there is no state but the next row. `prefetched` reads ahead on a thread of its own, which changes no batch.
 
 Shape legend: B rows, N slots per row; G rows per global batch.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,13 +37,13 @@ def batches(
     dataset: RowSource,
     *,
     first_row: int,
-    global_batch_size: int,
+    rows_of_batch: Callable[[int], int],
     micro_batch_size: int,
     data_parallel_rank: int,
     data_parallel_size: int,
     end_row: int | None = None,
 ) -> Iterator[Batch]:
-    """The rank's microbatches of the global batches that start at rows `first_row`, `first_row + G`, and so on.
+    """The rank's microbatches of the global batches from row `first_row` on; that at row i has `rows_of_batch(i)` rows, its G.
 
     Each global batch gives every rank the same number of microbatches, `G / (micro_batch_size * data_parallel_size)`. In each,
     the ranks take `micro_batch_size` rows one after the other. `first_row` is the number of rows consumed so far, by all ranks.
@@ -52,21 +52,28 @@ def batches(
     target complete the last global batch, so that all ranks still take equally many steps (a pass over a held-out corpus).
     """
     rows_of_all = micro_batch_size * data_parallel_size
-    assert micro_batch_size > 0 and global_batch_size > 0 and global_batch_size % rows_of_all == 0, (
-        f"global batch of {global_batch_size} rows, {micro_batch_size} rows x {data_parallel_size} ranks"
-    )
+    assert micro_batch_size > 0, micro_batch_size
     assert 0 <= data_parallel_rank < data_parallel_size, (data_parallel_rank, data_parallel_size)
     assert first_row >= 0, first_row
+
+    def size_at(row: int) -> int:
+        size = rows_of_batch(row)
+        assert size > 0 and size % rows_of_all == 0, (
+            f"global batch of {size} rows, {micro_batch_size} rows x {data_parallel_size} ranks"
+        )
+        return size
 
     def generate() -> Iterator[Batch]:
         batch_begin = first_row
         while end_row is None or batch_begin < end_row:
-            for microbatch_begin in range(batch_begin, batch_begin + global_batch_size, rows_of_all):
+            batch_end = batch_begin + size_at(batch_begin)
+            for microbatch_begin in range(batch_begin, batch_end, rows_of_all):
                 begin = microbatch_begin + data_parallel_rank * micro_batch_size
                 indices = range(begin, begin + micro_batch_size)
                 yield collate([dataset[i] if end_row is None or i < end_row else dataset.padding_row() for i in indices])
-            batch_begin += global_batch_size
+            batch_begin = batch_end
 
+    size_at(first_row)  # now, not when the first batch is asked for
     return generate()
 
 

@@ -10,7 +10,6 @@ import json
 import math
 import socket
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from megatron.core import parallel_state
 from megatron_dmtd.config import to_dict
 from megatron_dmtd.errors import DMTDError
 from megatron_dmtd.training import paths
-from megatron_dmtd.training.agreement import gathered_on_first, told_by_first
+from megatron_dmtd.training.agreement import gathered_on_first
 from megatron_dmtd.training.setup import Run
 from megatron_dmtd.training.step import StepResult
 
@@ -56,7 +55,7 @@ def _account_of_rank(run: Run, result: StepResult) -> dict[str, Any]:
         "tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
         "pipeline_stage": parallel_state.get_pipeline_model_parallel_rank(),
         "data_rank": parallel_state.get_data_parallel_rank(),
-        "rows": [rows_of_microbatch(run, microbatch) for microbatch in range(run.num_microbatches)],
+        "rows": [rows_of_microbatch(run, microbatch) for microbatch in range(run.num_microbatches(run.batch_size))],
         # Only the last stage computes losses.
         "loss_of_microbatches": [str(part.values().get("loss", "no targets")) for part in result.local_losses],
         "parameters_with_bad_gradients": _bad_gradients(run),
@@ -64,37 +63,25 @@ def _account_of_rank(run: Run, result: StepResult) -> dict[str, Any]:
 
 
 def write_account(run: Run, result: StepResult, *, loss: float) -> Path | None:
-    """Write `bad_step_<step>.json` beside the checkpoints, else beside the log. Collective.
-
-    None where the run keeps neither, and where the disk does not take it: then it is on standard error.
-    """
+    """Write `bad_step_<step>.json` beside the checkpoints, else beside the log; None where the run keeps neither. Collective."""
     folder = run.config.checkpoint.dir or run.config.logging.dir
     accounts = gathered_on_first(_account_of_rank(run, result))
     if not folder:
         return None
-    path, is_written = Path(folder) / f"bad_step_{run.step + 1:08d}.json", True
+    path = Path(folder) / f"bad_step_{run.step + 1:08d}.json"
     if accounts:
         account = {
             "step": run.step + 1,
             "loss": str(loss),
             "grad_norm": str(result.grad_norm),
             "lr": result.lr,
-            "rows": [run.rows, run.rows + run.config.training.global_batch_size - 1],
+            "rows": [run.rows, run.rows + run.batch_size - 1],
             "ranks": accounts,
             "config": to_dict(run.config),
         }
-        is_written = _is_written(path, json.dumps(account, indent=2) + "\n")
-    return path if told_by_first(is_written) else None
-
-
-def _is_written(path: Path, text: str) -> bool:
-    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        paths.write_atomically(path, text)
-    except OSError as error:
-        print(f"{path} cannot be written ({error.strerror}):\n{text}", file=sys.stderr)
-        return False
-    return True
+        paths.write_atomically(path, json.dumps(account, indent=2) + "\n")
+    return path
 
 
 def is_bad(result: StepResult, loss: float) -> bool:
@@ -104,7 +91,7 @@ def is_bad(result: StepResult, loss: float) -> bool:
 
 def stop(run: Run, result: StepResult, *, loss: float, account: Path | None, saved: Path | None) -> BadNumbers:
     """The error that ends the run."""
-    first, last = run.rows, run.rows + run.config.training.global_batch_size - 1
+    first, last = run.rows, run.rows + run.batch_size - 1
     allowed = run.config.training.max_bad_steps
     details = [f"the account is {account}"] if account else []
     details += [f"the state before the step is {saved}: the same command makes it again"] if saved else []

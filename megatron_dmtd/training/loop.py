@@ -7,16 +7,15 @@ together with the others: `docs/fault_tolerance.md` says what happens on signals
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
 from megatron.core import parallel_state
 
-from megatron_dmtd.config import Config, to_dict, validate
+from megatron_dmtd.config import Config, batch_size, to_dict, validate
 from megatron_dmtd.data.batch import Batch
 from megatron_dmtd.data.blending import BlendedDataset
 from megatron_dmtd.data.dataset import PackedDataset, RowSource
@@ -26,14 +25,13 @@ from megatron_dmtd.errors import CheckpointError, ConfigError, DMTDError
 from megatron_dmtd.parallel.groups import init_parallel, rank_of_environment, world_size_of_environment
 from megatron_dmtd.platform import Platform
 from megatron_dmtd.training import bad_numbers, paths
-from megatron_dmtd.training.agreement import any_rank, raise_together, told_by_first
+from megatron_dmtd.training.agreement import any_rank, raise_together
 from megatron_dmtd.training.checkpoint import load_checkpoint, load_weights
 from megatron_dmtd.training.compatibility import check_resumable, check_weights, differences, saved_config
-from megatron_dmtd.training.flops import mfu, training_flops_per_token
 from megatron_dmtd.training.log import METRICS_FILE, RunLog, read_metrics
 from megatron_dmtd.training.metrics import PhaseLoss
+from megatron_dmtd.training.pace import Pace, peak_tflops
 from megatron_dmtd.training.progress import Progress
-from megatron_dmtd.training.run_lock import LEASE_S, locked
 from megatron_dmtd.training.saving import Saver
 from megatron_dmtd.training.setup import Run, build_run
 from megatron_dmtd.training.signals import StopRequested, StopSignals
@@ -69,11 +67,13 @@ def _training_rows(config: Config) -> PackedDataset | BlendedDataset:
 
 
 def _iterator(run: Run, dataset: RowSource, *, first_row: int, end_row: int | None = None) -> Iterator[Batch]:
+    """Microbatches of training, or, up to `end_row`, of an evaluation: batches that grow only grow in training."""
+    training = run.config.training
     rows = batches(
         dataset,
         first_row=first_row,
-        global_batch_size=run.config.training.global_batch_size,
-        micro_batch_size=run.config.training.micro_batch_size,
+        rows_of_batch=functools.partial(batch_size, training) if end_row is None else lambda _: training.global_batch_size,
+        micro_batch_size=training.micro_batch_size,
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
         end_row=end_row,
@@ -117,43 +117,21 @@ def check(config: Config, *, world_size: int) -> None:
 
 def prepare(config: Config, platform: Platform) -> Run:
     """A run ready for its next step: built, and restored from its newest checkpoint or from `init_from`."""
-    watchdog = Watchdog(limit_s=0, rank=0, world_size=1)
-    _join(config, platform, watchdog)
-    return _build(config, platform, watchdog)[0]
+    return _prepare(config, platform, Watchdog(limit_s=0, rank=0, world_size=1))[0]
 
 
-def _beat_before_training(config: Config, watchdog: Watchdog, phase: str) -> None:
-    # What comes before the first step takes as long as it takes to read; collectives have their own limit.
-    watchdog.beat(phase, step=0, allowed_s=config.parallel.timeout_s)
+def _prepare(config: Config, platform: Platform, watchdog: Watchdog) -> tuple[Run, Progress]:
+    def beat(phase: str) -> None:
+        # What comes before the first step takes as long as it takes to read; collectives have their own limit.
+        watchdog.beat(phase, step=0, allowed_s=config.parallel.timeout_s)
 
-
-def _join(config: Config, platform: Platform, watchdog: Watchdog) -> None:
-    _beat_before_training(config, watchdog, "joining the other ranks")
+    beat("joining the other ranks")
     init_parallel(config, platform)
     watchdog.connect()
-
-
-@contextlib.contextmanager
-def _own_folders(config: Config, watchdog: Watchdog) -> Iterator[None]:
-    """Rank 0 holds the run's folders. Raises on every rank, before anything in them is touched, if another job has one."""
-    _beat_before_training(config, watchdog, "locking the run's folders")
-    folders = {Path(folder).absolute() for folder in (config.checkpoint.dir, config.logging.dir) if folder}
-    error = None
-    with contextlib.ExitStack() as held:
-        try:
-            for folder in sorted(folders) if rank_of_environment() == 0 else []:
-                held.enter_context(locked(folder, lease_s=min(LEASE_S, config.parallel.timeout_s / 2)))
-        except DMTDError as refused:
-            error = refused
-        raise_together(error)
-        yield
-
-
-def _build(config: Config, platform: Platform, watchdog: Watchdog) -> tuple[Run, Progress]:
-    _beat_before_training(config, watchdog, "building the model")
+    beat("building the model")
     run = build_run(config, platform)
     progress = Progress.new(cycle_length=config.cycle.cycle_length, device=platform.device)
-    _beat_before_training(config, watchdog, "loading a checkpoint")
+    beat("loading a checkpoint")
     if (directory := resume_directory(config)) is not None:
         progress = load_checkpoint(run, directory)
     elif config.checkpoint.init_from:
@@ -173,41 +151,6 @@ def _due(step: int, interval: int, last: int) -> bool:
     return step == last or (interval > 0 and step % interval == 0)
 
 
-class _Pace:
-    """Throughput since the last log line, evaluations and saves left out."""
-
-    def __init__(self, run: Run) -> None:
-        config = run.config
-        self.platform = run.platform
-        self.tokens_per_step = config.training.global_batch_size * config.data.seq_length
-        self.flops_per_token = training_flops_per_token(config.model, config.cycle, document_length=config.data.seq_length)
-        self.peak_tflops = config.logging.peak_tflops
-        self.restart()
-
-    def restart(self) -> None:
-        self.steps, self.seconds = 0, 0.0
-
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.platform.synchronize()
-        self.steps += 1
-        self.seconds += time.perf_counter() - started
-
-    def values(self) -> dict[str, float]:
-        tokens = self.steps * self.tokens_per_step
-        values = {"step_time_s": self.seconds / self.steps, "tokens_per_s": tokens / self.seconds}
-        if self.peak_tflops > 0:
-            values["mfu"] = mfu(
-                flops=tokens * self.flops_per_token,
-                seconds=self.seconds,
-                num_devices=torch.distributed.get_world_size(),
-                peak_tflops=self.peak_tflops,
-            )
-        return values | {"memory_gib": self.platform.peak_memory_gib()}
-
-
 class _EvaluationCutShort(Exception):
     """A signal came while the held-out loss was being measured."""
 
@@ -215,7 +158,9 @@ class _EvaluationCutShort(Exception):
 class Trainer:
     """One rank of a run at work. Every rank calls the same methods at the same time."""
 
-    def __init__(self, run: Run, progress: Progress, log: RunLog, *, signals: StopSignals, watchdog: Watchdog) -> None:
+    def __init__(
+        self, run: Run, progress: Progress, log: RunLog, pace: Pace, *, signals: StopSignals, watchdog: Watchdog
+    ) -> None:
         self.run, self.progress, self.log = run, progress, log
         self.signals, self.watchdog = signals, watchdog
         folder = run.config.checkpoint.dir
@@ -223,14 +168,13 @@ class Trainer:
         self.values: dict[str, float] = {}
         """The last evaluation's values, or the last log line's where nothing is held out."""
         self._saved_step = run.step if resume_directory(run.config) is not None else None
-        self._pace = _Pace(run)
+        self._pace = pace
 
     def train(self) -> dict[str, float]:
         """Run to `training.steps` and return `values`.
 
-        Raises `StopRequested` after a save if any rank was signalled, `LogError` after one if the log cannot be written,
-        `BadNumbers` if the numbers are, `SaveError` if a checkpoint cannot be written, `CheckpointError` if the corpora are not
-        those of the checkpoint.
+        Raises `StopRequested` after a save if any rank was signalled, `BadNumbers` if the numbers are, `SaveError` if a
+        checkpoint cannot be written, `CheckpointError` if the corpora are not those of the checkpoint.
         """
         config, run = self.run.config, self.run
         self._open_data()
@@ -270,10 +214,9 @@ class Trainer:
         self._beat("save", allowed_s=self.run.config.parallel.timeout_s)
 
     def _must_stop(self) -> bool:
-        """Whether any rank was signalled, or lost its log. Also where a background save that is complete becomes visible."""
+        """Whether any rank was signalled. Also the place where a background save that is complete becomes visible."""
         writing = self.saver is not None and self.saver.is_writing
-        wants_to_stop = self.signals.received or bool(self.log.failure)
-        must_stop, is_writing = any_rank((wants_to_stop, writing), device=self.run.platform.device)
+        must_stop, is_writing = any_rank((self.signals.received, writing), device=self.run.platform.device)
         if not is_writing:
             self._finish_save()
         return must_stop
@@ -296,8 +239,7 @@ class Trainer:
             raise bad_numbers.stop(self.run, result, loss=loss, account=account, saved=saved)
         self.progress.bad_steps += 1
         advance(self.run)
-        where = account or "standard error"
-        self.log.message(f"step {self.run.step} skipped: loss {loss}, gradient norm {result.grad_norm}; see {where}")
+        self.log.message(f"step {self.run.step} skipped: loss {loss}, gradient norm {result.grad_norm}; see {account}")
         self.log.log(self.run.step, {"skipped_steps": self.progress.bad_steps})
 
     def _note(self, result: StepResult) -> None:
@@ -316,6 +258,8 @@ class Trainer:
         self.log.advance(step)
         if _due(step, config.logging.interval, config.training.steps):
             rates = {"lr": result.lr, "grad_norm": result.grad_norm} | self._pace.values()
+            if config.training.rampup_batch_size:
+                rates["global_batch_size"] = result.num_rows
             self.values = self.progress.since_log.values() | rates
             self.log.log(step, self.values)
             self.progress.since_log.reset()
@@ -351,7 +295,6 @@ class Trainer:
             return
         self._finish_save()
         self._beat_while_saving()
-        self.progress.unlogged = told_by_first(self.log.unwritten)
         self.saver.start(self.progress)
         self._saved_step = self.run.step
         if not self.run.config.checkpoint.asynchronous:
@@ -374,12 +317,11 @@ class Trainer:
         return paths.latest_directory(Path(self.run.config.checkpoint.dir)) if self.saver is not None else None
 
     def _finish(self) -> None:
-        """Leave nothing unsaved; raise `LogError` or `StopRequested` if it is that which ended the loop."""
+        """Leave nothing unsaved; raise `StopRequested` if it is a signal that ended the loop."""
         run = self.run
         is_stopped = any_rank((self.signals.received,), device=run.platform.device)[0]
         is_unfinished = run.step < run.config.training.steps or self.progress.evaluation_due
         saved = self._save_now()
-        raise_together(self.log.error(saved=saved))
         if is_stopped and is_unfinished:
             name = self.signals.name() or "a signal to another rank"
             raise StopRequested(
@@ -407,6 +349,14 @@ def _open_log(config: Config, *, resumed_step: int) -> RunLog:
     return log
 
 
+def _pace(run: Run, log: RunLog) -> Pace:
+    peak = peak_tflops(run.config, run.platform)
+    if peak > 0:
+        how = "measured now" if run.config.logging.measure_peak else "as logging.peak_tflops says"
+        log.message(f"mfu is the share of {peak:.4g} TFLOP/s per process, {how}")
+    return Pace(run, peak_tflops=peak)
+
+
 def _tell_differences(config: Config, log: RunLog) -> None:
     directory = resume_directory(config)
     for difference in differences(config, saved_config(directory)) if directory is not None else []:
@@ -422,19 +372,18 @@ def run_training(config: Config, platform: Platform, signals: StopSignals | None
     check(config, world_size=world_size)
     watchdog = Watchdog(limit_s=config.training.watchdog_s, rank=rank, world_size=world_size)
     watchdog.start()
-    with contextlib.ExitStack() as held:
-        held.callback(watchdog.stop)
-        _join(config, platform, watchdog)
-        held.enter_context(_own_folders(config, watchdog))
-        run, progress = _build(config, platform, watchdog)
-        log = held.enter_context(_open_log(config, resumed_step=run.step))
-        log.message(f"{config.cycle.variant} on {platform.describe()}, {world_size} processes")
-        if run.step:
-            log.message(f"resumed at step {run.step}")
-        _tell_differences(config, log)
-        log.make_up(progress.unlogged)
-        progress.unlogged = []
-        trainer = Trainer(run, progress, log, signals=signals or StopSignals(), watchdog=watchdog)
-        if trainer.saver is not None:
-            held.callback(trainer.saver.abandon)
-        return trainer.train()
+    trainer: Trainer | None = None
+    try:
+        run, progress = _prepare(config, platform, watchdog)
+        log = _open_log(config, resumed_step=run.step)
+        with contextlib.closing(log):
+            log.message(f"{config.cycle.variant} on {platform.describe()}, {world_size} processes")
+            if run.step:
+                log.message(f"resumed at step {run.step}")
+            _tell_differences(config, log)
+            trainer = Trainer(run, progress, log, _pace(run, log), signals=signals or StopSignals(), watchdog=watchdog)
+            return trainer.train()
+    finally:
+        if trainer is not None and trainer.saver is not None:
+            trainer.saver.abandon()
+        watchdog.stop()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from megatron_dmtd.config import Config, data_parallel_size, num_microbatches, validate
+from megatron_dmtd.config import Config, batch_size_stages, data_parallel_size, num_microbatches, validate
 from megatron_dmtd.errors import ConfigError
 from megatron_dmtd.models.vocab import padded_vocab_size
 from megatron_dmtd.parallel.placement import Placement, Stage, place
@@ -49,6 +49,9 @@ class Plan:
     data_parallel: int
     num_microbatches: int
     tokens_per_step: int
+    """Of a step of `training.global_batch_size` rows; so are FLOPs, bubble and memory."""
+    batch_sizes: tuple[tuple[int, int], ...]
+    """Rows of a step and the number of such steps, in the order of the run: one entry unless the batch size is ramped up."""
     num_parameters: int
     """Of the model, each counted once, without padding of the vocabulary."""
     step_flops: float
@@ -56,6 +59,11 @@ class Plan:
     bubble: float
     """Share of a step in which a rank of the pipeline waits, if all stages took equally long."""
     stages: tuple[StagePlan, ...]
+
+    @property
+    def run_tokens(self) -> int:
+        """Tokens of all steps of the run."""
+        return sum(rows * steps for rows, steps in self.batch_sizes) * self.config.data.seq_length
 
     def rank_bytes(self, rank: int) -> int:
         """Estimated memory of a process on pipeline rank `rank`."""
@@ -190,6 +198,7 @@ def make_plan(config: Config, *, world_size: int, on_gpu: bool = True) -> Plan:
         data_parallel=replicas,
         num_microbatches=microbatches,
         tokens_per_step=config.training.global_batch_size * config.data.seq_length,
+        batch_sizes=tuple(batch_size_stages(config.training)),
         num_parameters=num_model_parameters(config),
         step_flops=flops,
         bubble=(ranks - 1) / (virtual * microbatches + ranks - 1),
@@ -255,6 +264,15 @@ def _roles(plan: StagePlan) -> str:
     return ", ".join(name for name, is_here in roles if is_here) or "-"
 
 
+def _describe_run(plan: Plan) -> str:
+    text = f"{plan.config.training.steps:,} steps, {plan.run_tokens:,} tokens"
+    if not plan.config.training.rampup_batch_size:
+        return text
+    stages = ", ".join(f"{steps:,} of {rows} rows" for rows, steps in plan.batch_sizes)
+    full = plan.config.training.global_batch_size
+    return f"{text}: {stages}" + (f"; it ends before a step has {full} rows" if plan.batch_sizes[-1][0] < full else "")
+
+
 def describe(plan: Plan) -> str:
     """The plan as a table for people."""
     config, parallel = plan.config, plan.config.parallel
@@ -269,6 +287,7 @@ def describe(plan: Plan) -> str:
         + (f", {parallel.virtual_stages} virtual stages" if parallel.virtual_stages > 1 else "")
         + f"; {plan.num_microbatches} microbatches per step, {config.training.precision}, recompute {parallel.recompute}",
         f"{plan.tokens_per_step:,} tokens and {plan.step_flops / 1e12:,.2f} TFLOP per step; pipeline bubble {plan.bubble:.1%}",
+        _describe_run(plan),
         "",
     ]
     header = (
@@ -318,5 +337,8 @@ def to_dict(plan: Plan) -> dict[str, object]:
         | {name: getattr(p, name) for name in (field.name for field in dataclasses.fields(p)) if name != "stage"}
         for p in plan.stages
     ]
-    names = ("world_size", "data_parallel", "num_microbatches", "tokens_per_step", "num_parameters", "step_flops", "bubble")
+    names = (
+        *("world_size", "data_parallel", "num_microbatches", "tokens_per_step", "batch_sizes", "run_tokens"),
+        *("num_parameters", "step_flops", "bubble"),
+    )
     return {name: getattr(plan, name) for name in names} | {"stages": stages}

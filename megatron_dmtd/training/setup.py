@@ -13,7 +13,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 
 from megatron_dmtd.attention import select_backend
-from megatron_dmtd.config import Config, num_microbatches
+from megatron_dmtd.config import Config, batch_size
 from megatron_dmtd.models.gradients import finalize_gradients
 from megatron_dmtd.models.initialization import initialize_weights
 from megatron_dmtd.models.model import CycleModel
@@ -35,7 +35,6 @@ class Run:
     """The same, as the schedules call them."""
     optimizer: Any
     scheduler: OptimizerParamScheduler
-    num_microbatches: int
     step: int = 0
     """Finished optimizer steps."""
     rows: int = 0
@@ -46,6 +45,17 @@ class Run:
         """The only stage of a rank without virtual stages."""
         assert len(self.models) == 1, f"{len(self.models)} stages on one rank"
         return self.models[0]
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the next step, over all ranks."""
+        return batch_size(self.config.training, self.rows)
+
+    def num_microbatches(self, num_rows: int) -> int:
+        """Forward passes per rank for a global batch of so many rows."""
+        rows = self.config.training.micro_batch_size * parallel_state.get_data_parallel_world_size()
+        assert num_rows % rows == 0, (num_rows, rows)
+        return num_rows // rows
 
     def sharded_model_state(self, metadata: dict[str, Any]) -> dict[str, Any]:
         """Megatron's sharded state of all stages. The keys only tell stages apart; tensors are stored under global names."""
@@ -118,7 +128,7 @@ def _build_scheduler(config: Config, optimizer: Any) -> OptimizerParamScheduler:
         wd_incr_steps=config.training.steps,
         wd_incr_style="constant",
         wsd_decay_steps=ours.wsd_decay_steps or None,
-        lr_wsd_decay_style="cosine" if ours.wsd_decay_steps else None,
+        lr_wsd_decay_style=ours.wsd_decay_style if ours.wsd_decay_steps else None,
         # The configuration decides, so that a run may be prolonged; checkpoints bring only how far it has come.
         override_opt_param_scheduler=True,
         use_checkpoint_opt_param_scheduler=False,
@@ -153,5 +163,4 @@ def build_run(config: Config, platform: Platform) -> Run:
         wrapped=wrapped,
         optimizer=optimizer,
         scheduler=_build_scheduler(config, optimizer),
-        num_microbatches=num_microbatches(config, torch.distributed.get_world_size()),
     )

@@ -36,6 +36,8 @@ class StepResult:
     """Norm of the whole gradient before clipping."""
     lr: float
     """Learning rate that the step used."""
+    num_rows: int
+    """Rows of the step, over all ranks."""
     is_applied: bool
     """Whether the weights were updated. False where loss or gradient is not finite: then nothing at all has changed."""
 
@@ -70,7 +72,9 @@ def _all_ranks_sum(run: Run, parts: list[PhaseLoss]) -> PhaseLoss:
     return total
 
 
-def _run_schedule(run: Run, iterator: Iterator[Batch], *, num_microbatches: int, forward_only: bool) -> list[PhaseLoss]:
+def _run_schedule(run: Run, iterator: Iterator[Batch], *, num_rows: int, forward_only: bool) -> list[PhaseLoss]:
+    """The sums of each microbatch of a global batch of `num_rows` rows."""
+    num_microbatches = run.num_microbatches(num_rows)
     parts: list[PhaseLoss] = get_forward_backward_func()(
         forward_step_func=functools.partial(_forward_step, run),
         # Each of this rank's stages sees every microbatch.
@@ -98,7 +102,8 @@ def train_step(run: Run, iterator: Iterator[Batch]) -> StepResult:
     for chunk in run.wrapped:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
-    parts = _run_schedule(run, iterator, num_microbatches=run.num_microbatches, forward_only=False)
+    num_rows = run.batch_size
+    parts = _run_schedule(run, iterator, num_rows=num_rows, forward_only=False)
     loss = _all_ranks_sum(run, parts)
     lr = max(group["lr"] for group in run.optimizer.param_groups)
     run.optimizer.prepare_grads()
@@ -107,14 +112,14 @@ def train_step(run: Run, iterator: Iterator[Batch]) -> StepResult:
     if is_finite:
         _update(run.optimizer, grad_norm=grad_norm)
         advance(run)
-    return StepResult(loss=loss, local_losses=tuple(parts), grad_norm=grad_norm, lr=lr, is_applied=is_finite)
+    return StepResult(loss=loss, local_losses=tuple(parts), grad_norm=grad_norm, lr=lr, num_rows=num_rows, is_applied=is_finite)
 
 
 def advance(run: Run) -> None:
     """Count a step as done: schedule, step and rows. For a bad step that is skipped, the caller's way past it."""
     run.scheduler.step(increment=1)
     run.step += 1
-    run.rows += run.config.training.global_batch_size
+    run.rows += run.batch_size
 
 
 @torch.no_grad()
@@ -134,7 +139,7 @@ def evaluate(
     try:
         for _ in range(num_batches):
             before_batch()
-            parts = _run_schedule(run, iterator, num_microbatches=run.num_microbatches, forward_only=True)
+            parts = _run_schedule(run, iterator, num_rows=run.config.training.global_batch_size, forward_only=True)
             total.merge(_all_ranks_sum(run, parts))
     finally:
         for chunk in run.wrapped:

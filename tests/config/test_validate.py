@@ -47,11 +47,18 @@ BAD: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"optimizer": {"clip_grad": -1.0}}, "optimizer.clip_grad = -1.0"),
     ({"training": {"micro_batch_size": 0}}, "training.micro_batch_size = 0"),
     ({"training": {"eval_interval": -1}}, "training.eval_interval = -1"),
+    ({"training": {"rampup_batch_size": (2, 2)}}, "training.rampup_batch_size = [2, 2]"),
+    ({"training": {"rampup_batch_size": (2, 0, 8)}}, "training.rampup_batch_size = [2, 0, 8]"),
+    ({"training": {"rampup_batch_size": (4, 2, 8)}}, "[4, 2, 8] with training.global_batch_size = 4"),
+    ({"training": {"rampup_batch_size": (1, 2, 8)}}, "[1, 2, 8] with training.global_batch_size = 4"),
+    ({"training": {"rampup_batch_size": (2, 1, 8)}}, ""),
     ({"logging": {"interval": 0}}, "logging.interval = 0"),
+    ({"logging": {"peak_tflops": -1.0}}, "logging.peak_tflops = -1.0"),
+    ({"logging": {"peak_tflops": 1.0, "measure_peak": True}}, "logging.measure_peak with logging.peak_tflops = 1.0"),
 ]
 
 
-@pytest.mark.parametrize(("sections", "found"), BAD, ids=[found or "whole cycles and ranks fit" for _, found in BAD])
+@pytest.mark.parametrize(("sections", "found"), BAD, ids=[found or "it fits" for _, found in BAD])
 def test_a_contradiction_is_refused_by_name(sections: dict[str, dict[str, Any]], found: str) -> None:
     config = tiny_config(**sections)
     if not found:
@@ -87,5 +94,14 @@ def test_processes_must_fit_the_layout_and_rows_the_processes() -> None:
     interleaved = with_settings(config, parallel={"tensor": 1, "virtual_stages": 2}, training={"global_batch_size": 3})
     with pytest.raises(ConfigError, match="3 microbatches per step for 2 interleaved pipeline ranks"):
         validate(interleaved, world_size=2)
+    ramp = with_settings(tiny_config(), training={"global_batch_size": 8, "rampup_batch_size": (2, 2, 8)})
+    validate(ramp, world_size=2)
+    with pytest.raises(
+        ConfigError, match=r"steps of 2 rows from .*rampup_batch_size = \[2, 2, 8\], .* x 4 data-parallel ranks = 4"
+    ):
+        validate(ramp, world_size=4)
+    odd = with_settings(ramp, parallel={"pipeline": 2, "virtual_stages": 2}, training={"rampup_batch_size": (5, 3, 8)})
+    with pytest.raises(ConfigError, match=r"5 microbatches per step for 2 interleaved pipeline ranks(?s:.*)START and INCREMENT"):
+        validate(odd, world_size=2)
     with pytest.raises(ConfigError, match="a multiple of 8"):
         validate(with_settings(tiny_config(), training={"micro_batch_size": 8}), world_size=1)

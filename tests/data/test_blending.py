@@ -91,7 +91,7 @@ def test_a_blend_goes_on_at_any_row_on_any_number_of_ranks(blend, consumed, size
         stream = batches(
             blend,
             first_row=consumed,
-            global_batch_size=12,
+            rows_of_batch=lambda _: 12,
             micro_batch_size=2,
             data_parallel_rank=rank,
             data_parallel_size=size,

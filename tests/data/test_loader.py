@@ -19,11 +19,11 @@ def dataset(write_tokens):
     return dataset
 
 
-def rank_batches(dataset, *, first_row=0, micro=1, rank=0, size=1, end_row=None):
+def rank_batches(dataset, *, first_row=0, micro=1, rank=0, size=1, end_row=None, rows_of_batch=lambda _: GLOBAL):
     return batches(
         dataset,
         first_row=first_row,
-        global_batch_size=GLOBAL,
+        rows_of_batch=rows_of_batch,
         micro_batch_size=micro,
         data_parallel_rank=rank,
         data_parallel_size=size,
@@ -68,6 +68,21 @@ def test_a_run_resumes_at_any_row_on_another_number_of_ranks(dataset, consumed):
     resumed = global_batch_rows(dataset, number=1, micro=2, size=3, first_row=consumed)
     begin = consumed + GLOBAL
     assert resumed == sorted(dataset[i].tokens_N.tolist() for i in range(begin, begin + GLOBAL))
+
+
+@pytest.mark.parametrize(("consumed", "micro", "size"), [(0, 1, 1), (0, 2, 2), (4, 4, 1), (12, 1, 4), (20, 2, 2)])
+def test_growing_batches_hold_the_rows_in_order_from_any_of_them_on(dataset, consumed, micro, size):
+    """Batches of 4, 4, 4, 8, 8 and then 12 rows."""
+    sizes = {0: 4, 4: 4, 8: 4, 12: 8, 20: 8, 28: 12}
+    streams = [
+        rank_batches(dataset, first_row=consumed, micro=micro, rank=rank, size=size, rows_of_batch=sizes.__getitem__)
+        for rank in range(size)
+    ]
+    begin = consumed
+    while begin < 40:
+        rows = [row for _ in range(sizes[begin] // (micro * size)) for one in streams for row in next(one).tokens_BN.tolist()]
+        assert rows == [dataset[index].tokens_N.tolist() for index in range(begin, begin + sizes[begin])]
+        begin += sizes[begin]
 
 
 def test_resumed_batches_equal_the_uninterrupted_ones(dataset):

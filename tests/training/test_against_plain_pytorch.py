@@ -25,7 +25,11 @@ def megatron_run(config: Config) -> tuple[dict[str, torch.Tensor], list[Any], li
     weights = {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
     dataset = loop._dataset(config, config.data.train, shuffled=True)
     batches = list(
-        zip(range(config.training.steps * run.num_microbatches), loop._iterator(run, dataset, first_row=0), strict=False)
+        zip(
+            range(config.training.steps * run.num_microbatches(run.batch_size)),
+            loop._iterator(run, dataset, first_row=0),
+            strict=False,
+        )
     )
     iterator = loop._iterator(run, dataset, first_row=0)
     results = [train_step(run, iterator) for _ in range(config.training.steps)]

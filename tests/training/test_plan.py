@@ -135,6 +135,18 @@ def test_what_does_not_fit_or_divide_is_refused() -> None:
         make_plan(config, world_size=6)
 
 
+def test_a_growing_batch_is_told_with_its_steps_and_tokens() -> None:
+    training = {"global_batch_size": 8, "rampup_batch_size": (2, 2, 12), "steps": 10}
+    plan = make_plan(tiny_config(training=training), world_size=1)
+    assert plan.batch_sizes == ((2, 2), (4, 1), (6, 1), (8, 6))  # rows 0, 2; 4; 8; from 14 on
+    assert plan.run_tokens == (4 + 4 + 6 + 48) * 32
+    assert "10 steps, 1,984 tokens: 2 of 2 rows, 1 of 4 rows, 1 of 6 rows, 6 of 8 rows\n" in describe(plan)
+    assert to_dict(plan)["run_tokens"] == 1984
+    cut = make_plan(tiny_config(training=training | {"steps": 3}, optimizer={"warmup_steps": 1}), world_size=1)
+    assert "3 steps, 256 tokens: 2 of 2 rows, 1 of 4 rows; it ends before a step has 8 rows" in describe(cut)
+    assert "6 steps, 768 tokens\n" in describe(make_plan(tiny_config(), world_size=1))
+
+
 def test_recompute_keeps_less() -> None:
     kept = {
         recompute: make_plan(tiny_config(parallel={"recompute": recompute}), world_size=1).stages[0].activation_bytes

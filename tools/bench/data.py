@@ -28,7 +28,7 @@ def measure(dataset: PackedDataset, *, micro_batch_size: int, num_batches: int, 
     stream = batches(
         dataset,
         first_row=first_row,
-        global_batch_size=micro_batch_size,
+        rows_of_batch=lambda _: micro_batch_size,
         micro_batch_size=micro_batch_size,
         data_parallel_rank=0,
         data_parallel_size=1,

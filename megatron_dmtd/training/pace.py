@@ -1,0 +1,88 @@
+"""How fast a run is: tokens per second, and the share of the machine's peak (MFU), since the last log line.
+
+The peak is given by the configuration or measured when the run starts. Evaluations and saves do not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_dmtd.config import Config
+from megatron_dmtd.models.transformer_config import DTYPES
+from megatron_dmtd.platform import Platform
+from megatron_dmtd.training.flops import mfu, training_flops_per_token
+
+if TYPE_CHECKING:
+    from megatron_dmtd.training.setup import Run
+
+#: width of the square matrices whose product is timed, and how often; the best time counts
+_WIDTH = {"cpu": 1024, "cuda": 8192}
+_ROUNDS = 10
+
+
+def measure_peak_tflops(platform: Platform, dtype: torch.dtype) -> float:
+    """TFLOP/s of a large matrix product on one rank, mean over all ranks, which work at the same time. Collective."""
+    width = _WIDTH[platform.device.type]
+    left, right = (torch.ones(width, width, dtype=dtype, device=platform.device) for _ in range(2))
+    torch.distributed.barrier()
+    seconds = min(_product_s(left, right, platform) for _ in range(_ROUNDS))
+    rate = torch.tensor([2 * width**3 / seconds / 1e12], dtype=torch.float64, device=platform.device)
+    torch.distributed.all_reduce(rate)
+    return float(rate) / torch.distributed.get_world_size()
+
+
+def _product_s(left: torch.Tensor, right: torch.Tensor, platform: Platform) -> float:
+    started = time.perf_counter()
+    torch.mm(left, right)
+    platform.synchronize()
+    return time.perf_counter() - started
+
+
+def peak_tflops(config: Config, platform: Platform) -> float:
+    """The peak of one device that MFU is a share of, TFLOP/s; 0 if it is neither given nor to be measured. Collective."""
+    if not config.logging.measure_peak:
+        return config.logging.peak_tflops
+    return measure_peak_tflops(platform, DTYPES[config.training.precision])
+
+
+class Pace:
+    """Throughput since the last `restart`."""
+
+    def __init__(self, run: Run, *, peak_tflops: float) -> None:
+        """`peak_tflops` as the function of this name gives it."""
+        config = run.config
+        self._run, self._peak_tflops = run, peak_tflops
+        self._flops_per_token = training_flops_per_token(config.model, config.cycle, document_length=config.data.seq_length)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew."""
+        self._num_steps, self._num_tokens, self._seconds = 0, 0, 0.0
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Time one step."""
+        num_tokens = self._run.batch_size * self._run.config.data.seq_length
+        started = time.perf_counter()
+        yield
+        self._run.platform.synchronize()
+        self._seconds += time.perf_counter() - started
+        self._num_steps += 1
+        self._num_tokens += num_tokens
+
+    def values(self) -> dict[str, float]:
+        """`step_time_s`, `tokens_per_s` (slots of the rows, of all ranks), `mfu` if there is a peak, `memory_gib`."""
+        values = {"step_time_s": self._seconds / self._num_steps, "tokens_per_s": self._num_tokens / self._seconds}
+        if self._peak_tflops > 0:
+            values["mfu"] = mfu(
+                flops=self._num_tokens * self._flops_per_token,
+                seconds=self._seconds,
+                num_devices=torch.distributed.get_world_size(),
+                peak_tflops=self._peak_tflops,
+            )
+        return values | {"memory_gib": self._run.platform.peak_memory_gib()}
