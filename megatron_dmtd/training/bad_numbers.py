@@ -10,6 +10,7 @@ import json
 import math
 import socket
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from megatron.core import parallel_state
 from megatron_dmtd.config import to_dict
 from megatron_dmtd.errors import DMTDError
 from megatron_dmtd.training import paths
-from megatron_dmtd.training.agreement import gathered_on_first
+from megatron_dmtd.training.agreement import gathered_on_first, told_by_first
 from megatron_dmtd.training.setup import Run
 from megatron_dmtd.training.step import StepResult
 
@@ -63,12 +64,15 @@ def _account_of_rank(run: Run, result: StepResult) -> dict[str, Any]:
 
 
 def write_account(run: Run, result: StepResult, *, loss: float) -> Path | None:
-    """Write `bad_step_<step>.json` beside the checkpoints, else beside the log; None where the run keeps neither. Collective."""
+    """Write `bad_step_<step>.json` beside the checkpoints, else beside the log. Collective.
+
+    None where the run keeps neither, and where the disk does not take it: then it is on standard error.
+    """
     folder = run.config.checkpoint.dir or run.config.logging.dir
     accounts = gathered_on_first(_account_of_rank(run, result))
     if not folder:
         return None
-    path = Path(folder) / f"bad_step_{run.step + 1:08d}.json"
+    path, is_written = Path(folder) / f"bad_step_{run.step + 1:08d}.json", True
     if accounts:
         account = {
             "step": run.step + 1,
@@ -79,9 +83,18 @@ def write_account(run: Run, result: StepResult, *, loss: float) -> Path | None:
             "ranks": accounts,
             "config": to_dict(run.config),
         }
+        is_written = _is_written(path, json.dumps(account, indent=2) + "\n")
+    return path if told_by_first(is_written) else None
+
+
+def _is_written(path: Path, text: str) -> bool:
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        paths.write_atomically(path, json.dumps(account, indent=2) + "\n")
-    return path
+        paths.write_atomically(path, text)
+    except OSError as error:
+        print(f"{path} cannot be written ({error.strerror}):\n{text}", file=sys.stderr)
+        return False
+    return True
 
 
 def is_bad(result: StepResult, loss: float) -> bool:

@@ -1,7 +1,7 @@
 """Whether a configuration may go on from a checkpoint, field by field. No torch.
 
-Each field of the configuration that differs is named, with whether the difference is allowed and why; a field that no rule names
-is refused, so that a new setting cannot be forgotten here.
+Each field of the configuration that differs is named, with whether the difference is allowed and why. A new setting has to be
+entered in one of the two tables: a test counts them.
 """
 
 from __future__ import annotations
@@ -17,37 +17,102 @@ from megatron_dmtd.training import paths
 _HOW_IT_RUNS = "says how the run works, not what it computes"
 _RESHARDED = "state is resharded: the same run up to rounding"
 _SCHEDULE = "the schedule follows the new value from here on"
+_MEASURES = "only measures"
+_MADE = "the weights are already made"
 _FILES = "the same corpora elsewhere; other ones are refused when their rows are counted"
 
-#: why a difference is allowed, by section or by field; the field wins
+#: why a field may differ
 ALLOWED = {
-    "parallel": _RESHARDED,
-    "parallel.timeout_s": _HOW_IT_RUNS,
-    "optimizer": _SCHEDULE,
-    "checkpoint": _HOW_IT_RUNS,
-    "logging": _HOW_IT_RUNS,
-    "model.init_std": "the weights are already made",
     "model.max_position_embeddings": "says what the model is meant for, not what it is",
+    "model.init_std": _MADE,
+    "parallel.tensor": _RESHARDED,
+    "parallel.pipeline": _RESHARDED,
+    "parallel.virtual_stages": _RESHARDED,
+    "parallel.stage_layers": _RESHARDED,
+    "parallel.context": _RESHARDED,
+    "parallel.sequence_parallel": _RESHARDED,
+    "parallel.overlap_grad_reduce": _HOW_IT_RUNS,
+    "parallel.overlap_param_gather": _HOW_IT_RUNS,
+    "parallel.recompute": _HOW_IT_RUNS,
+    "parallel.attention_backend": _RESHARDED,
+    "parallel.timeout_s": _HOW_IT_RUNS,
     "data.train": _FILES,
-    "data.valid": "only measures",
+    "data.valid": _MEASURES,
     "data.tokenizer": "only copied into exports",
     "data.cache_dir": _HOW_IT_RUNS,
     "data.prefetch_batches": _HOW_IT_RUNS,
+    "optimizer.lr": _SCHEDULE,
+    "optimizer.min_lr": _SCHEDULE,
+    "optimizer.warmup_steps": _SCHEDULE,
+    "optimizer.decay": _SCHEDULE,
+    "optimizer.decay_steps": _SCHEDULE,
+    "optimizer.wsd_decay_steps": _SCHEDULE,
+    "optimizer.wsd_decay_style": _SCHEDULE,
+    "optimizer.weight_decay": _SCHEDULE,
+    "optimizer.beta1": _SCHEDULE,
+    "optimizer.beta2": _SCHEDULE,
+    "optimizer.eps": _SCHEDULE,
+    "optimizer.clip_grad": _SCHEDULE,
     "training.steps": _SCHEDULE,
     "training.micro_batch_size": _RESHARDED,
     "training.global_batch_size": "rows are counted, not batches: no row is lost or repeated",
     "training.rampup_batch_size": "rows are counted, not batches: no row is lost or repeated",
     "training.precision": "weights and moments are kept in fp32 in both",
-    "training.seed": "the weights are already made",
-    "training.eval_interval": "only measures",
-    "training.eval_batches": "only measures",
+    "training.seed": _MADE,
+    "training.eval_interval": _MEASURES,
+    "training.eval_batches": _MEASURES,
     "training.deterministic": _HOW_IT_RUNS,
     "training.max_bad_steps": _HOW_IT_RUNS,
     "training.watchdog_s": _HOW_IT_RUNS,
+    "checkpoint.dir": _HOW_IT_RUNS,
+    "checkpoint.interval": _HOW_IT_RUNS,
+    "checkpoint.keep_last": _HOW_IT_RUNS,
+    "checkpoint.keep_every": _HOW_IT_RUNS,
+    "checkpoint.asynchronous": _HOW_IT_RUNS,
+    "checkpoint.resume": _HOW_IT_RUNS,
+    "checkpoint.init_from": "a run that goes on does not start again",
+    "logging.dir": _HOW_IT_RUNS,
+    "logging.interval": _HOW_IT_RUNS,
+    "logging.wandb_project": _HOW_IT_RUNS,
+    "logging.run_name": _HOW_IT_RUNS,
+    "logging.peak_tflops": _MEASURES,
+    "logging.measure_peak": _MEASURES,
+    "logging.progress": _HOW_IT_RUNS,
+    "logging.spike_deviations": _MEASURES,
 }
 
-#: fields that must agree for weights alone: the shape of the model. The method may differ: it adds no parameters.
-_SHAPE = "model"
+_SHAPE = "another model"
+_METHOD = "another method"
+_ROWS = "other rows, or the same in another order"
+
+#: why a field may not differ
+REFUSED = {
+    "model.num_layers": _SHAPE,
+    "model.hidden_size": _SHAPE,
+    "model.intermediate_size": _SHAPE,
+    "model.num_attention_heads": _SHAPE,
+    "model.num_key_value_heads": _SHAPE,
+    "model.head_dim": _SHAPE,
+    "model.vocab_size": _SHAPE,
+    "model.rope_theta": _SHAPE,
+    "model.rms_norm_eps": _SHAPE,
+    "model.tie_word_embeddings": _SHAPE,
+    "model.qk_norm": _SHAPE,
+    "cycle.variant": _METHOD,
+    "cycle.num_parallel_layers": _METHOD,
+    "cycle.cycle_length": _METHOD,
+    "cycle.mask_token_id": _METHOD,
+    "parallel.distributed_optimizer": "Megatron stores the two kinds of optimizer in forms that do not load each other",
+    "data.train_weights": _ROWS,
+    "data.seq_length": _ROWS,
+    "data.pad_token_id": _ROWS,
+    "data.shuffle_seed": _ROWS,
+    "data.packing": _ROWS,
+    "training.freeze_embeddings": "the optimizer's state would lack the table, or hold one that nobody trains",
+}
+
+#: the section that must agree for weights alone. The method may differ: it adds no parameters.
+_WEIGHTS = "model"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,12 +122,17 @@ class Difference:
     field: str
     saved: object
     wanted: object
-    allowed: str
-    """Why it may differ; empty where it may not."""
+
+    @property
+    def allowed(self) -> str:
+        """Why it may differ; empty where it may not."""
+        return ALLOWED.get(self.field, "")
 
     def __str__(self) -> str:
         text = f"{self.field} = {self.saved} in the checkpoint, {self.wanted} in this run"
-        return f"{text} (allowed: {self.allowed})" if self.allowed else text
+        if self.allowed:
+            return f"{text} (allowed: {self.allowed})"
+        return f"{text} ({REFUSED.get(self.field, 'no rule says that it may differ')})"
 
 
 def differences(wanted: Config, saved: Config) -> list[Difference]:
@@ -74,8 +144,7 @@ def differences(wanted: Config, saved: Config) -> list[Difference]:
             field = f"{section.name}.{item.name}"
             new, old = getattr(ours, item.name), getattr(theirs, item.name)
             if new != old:
-                allowed = ALLOWED.get(field) or ALLOWED.get(section.name, "")
-                found.append(Difference(field=field, saved=old, wanted=new, allowed=allowed))
+                found.append(Difference(field=field, saved=old, wanted=new))
     return found
 
 
@@ -116,5 +185,5 @@ def check_resumable(config: Config, step_directory: Path) -> Config:
 def check_weights(config: Config, step_directory: Path) -> None:
     """Raise `CheckpointError` if a checkpoint's weights do not fit this model. The method may differ: it adds no parameters."""
     found = differences(config, saved_config(step_directory))
-    refused = [d for d in found if d.field.startswith(f"{_SHAPE}.") and not d.allowed]
+    refused = [d for d in found if d.field.startswith(f"{_WEIGHTS}.") and not d.allowed]
     _refuse(refused, [], step_directory, remedy="correct the model's settings, or name another checkpoint")

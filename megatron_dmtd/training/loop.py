@@ -25,13 +25,14 @@ from megatron_dmtd.errors import CheckpointError, ConfigError, DMTDError
 from megatron_dmtd.parallel.groups import init_parallel, rank_of_environment, world_size_of_environment
 from megatron_dmtd.platform import Platform
 from megatron_dmtd.training import bad_numbers, paths
-from megatron_dmtd.training.agreement import any_rank, raise_together
+from megatron_dmtd.training.agreement import any_rank, raise_together, told_by_first
 from megatron_dmtd.training.checkpoint import load_checkpoint, load_weights
 from megatron_dmtd.training.compatibility import check_resumable, check_weights, differences, saved_config
 from megatron_dmtd.training.log import METRICS_FILE, RunLog, read_metrics
 from megatron_dmtd.training.metrics import PhaseLoss
 from megatron_dmtd.training.pace import Pace, peak_tflops
 from megatron_dmtd.training.progress import Progress
+from megatron_dmtd.training.run_lock import LEASE_S, locked
 from megatron_dmtd.training.saving import Saver
 from megatron_dmtd.training.setup import Run, build_run
 from megatron_dmtd.training.signals import StopRequested, StopSignals
@@ -117,21 +118,43 @@ def check(config: Config, *, world_size: int) -> None:
 
 def prepare(config: Config, platform: Platform) -> Run:
     """A run ready for its next step: built, and restored from its newest checkpoint or from `init_from`."""
-    return _prepare(config, platform, Watchdog(limit_s=0, rank=0, world_size=1))[0]
+    watchdog = Watchdog(limit_s=0, rank=0, world_size=1)
+    _join(config, platform, watchdog)
+    return _build(config, platform, watchdog)[0]
 
 
-def _prepare(config: Config, platform: Platform, watchdog: Watchdog) -> tuple[Run, Progress]:
-    def beat(phase: str) -> None:
-        # What comes before the first step takes as long as it takes to read; collectives have their own limit.
-        watchdog.beat(phase, step=0, allowed_s=config.parallel.timeout_s)
+def _beat_before_training(config: Config, watchdog: Watchdog, phase: str) -> None:
+    # What comes before the first step takes as long as it takes to read; collectives have their own limit.
+    watchdog.beat(phase, step=0, allowed_s=config.parallel.timeout_s)
 
-    beat("joining the other ranks")
+
+def _join(config: Config, platform: Platform, watchdog: Watchdog) -> None:
+    _beat_before_training(config, watchdog, "joining the other ranks")
     init_parallel(config, platform)
     watchdog.connect()
-    beat("building the model")
+
+
+@contextlib.contextmanager
+def _own_folders(config: Config, watchdog: Watchdog) -> Iterator[None]:
+    """Rank 0 holds the run's folders. Raises on every rank, before anything in them is touched, if another job has one."""
+    _beat_before_training(config, watchdog, "locking the run's folders")
+    folders = {Path(folder).absolute() for folder in (config.checkpoint.dir, config.logging.dir) if folder}
+    error = None
+    with contextlib.ExitStack() as held:
+        try:
+            for folder in sorted(folders) if rank_of_environment() == 0 else []:
+                held.enter_context(locked(folder, lease_s=min(LEASE_S, config.parallel.timeout_s / 2)))
+        except DMTDError as refused:
+            error = refused
+        raise_together(error)
+        yield
+
+
+def _build(config: Config, platform: Platform, watchdog: Watchdog) -> tuple[Run, Progress]:
+    _beat_before_training(config, watchdog, "building the model")
     run = build_run(config, platform)
     progress = Progress.new(cycle_length=config.cycle.cycle_length, device=platform.device)
-    beat("loading a checkpoint")
+    _beat_before_training(config, watchdog, "loading a checkpoint")
     if (directory := resume_directory(config)) is not None:
         progress = load_checkpoint(run, directory)
     elif config.checkpoint.init_from:
@@ -173,8 +196,9 @@ class Trainer:
     def train(self) -> dict[str, float]:
         """Run to `training.steps` and return `values`.
 
-        Raises `StopRequested` after a save if any rank was signalled, `BadNumbers` if the numbers are, `SaveError` if a
-        checkpoint cannot be written, `CheckpointError` if the corpora are not those of the checkpoint.
+        Raises `StopRequested` after a save if any rank was signalled, `LogError` after one if the log cannot be written,
+        `BadNumbers` if the numbers are, `SaveError` if a checkpoint cannot be written, `CheckpointError` if the corpora are not
+        those of the checkpoint.
         """
         config, run = self.run.config, self.run
         self._open_data()
@@ -214,9 +238,10 @@ class Trainer:
         self._beat("save", allowed_s=self.run.config.parallel.timeout_s)
 
     def _must_stop(self) -> bool:
-        """Whether any rank was signalled. Also the place where a background save that is complete becomes visible."""
+        """Whether any rank was signalled, or lost its log. Also where a background save that is complete becomes visible."""
         writing = self.saver is not None and self.saver.is_writing
-        must_stop, is_writing = any_rank((self.signals.received, writing), device=self.run.platform.device)
+        wants_to_stop = self.signals.received or bool(self.log.failure)
+        must_stop, is_writing = any_rank((wants_to_stop, writing), device=self.run.platform.device)
         if not is_writing:
             self._finish_save()
         return must_stop
@@ -239,7 +264,8 @@ class Trainer:
             raise bad_numbers.stop(self.run, result, loss=loss, account=account, saved=saved)
         self.progress.bad_steps += 1
         advance(self.run)
-        self.log.message(f"step {self.run.step} skipped: loss {loss}, gradient norm {result.grad_norm}; see {account}")
+        where = account or "standard error"
+        self.log.message(f"step {self.run.step} skipped: loss {loss}, gradient norm {result.grad_norm}; see {where}")
         self.log.log(self.run.step, {"skipped_steps": self.progress.bad_steps})
 
     def _note(self, result: StepResult) -> None:
@@ -295,6 +321,7 @@ class Trainer:
             return
         self._finish_save()
         self._beat_while_saving()
+        self.progress.unlogged = told_by_first(self.log.unwritten)
         self.saver.start(self.progress)
         self._saved_step = self.run.step
         if not self.run.config.checkpoint.asynchronous:
@@ -317,11 +344,12 @@ class Trainer:
         return paths.latest_directory(Path(self.run.config.checkpoint.dir)) if self.saver is not None else None
 
     def _finish(self) -> None:
-        """Leave nothing unsaved; raise `StopRequested` if it is a signal that ended the loop."""
+        """Leave nothing unsaved; raise `LogError` or `StopRequested` if it is that which ended the loop."""
         run = self.run
         is_stopped = any_rank((self.signals.received,), device=run.platform.device)[0]
         is_unfinished = run.step < run.config.training.steps or self.progress.evaluation_due
         saved = self._save_now()
+        raise_together(self.log.error(saved=saved))
         if is_stopped and is_unfinished:
             name = self.signals.name() or "a signal to another rank"
             raise StopRequested(
@@ -372,18 +400,19 @@ def run_training(config: Config, platform: Platform, signals: StopSignals | None
     check(config, world_size=world_size)
     watchdog = Watchdog(limit_s=config.training.watchdog_s, rank=rank, world_size=world_size)
     watchdog.start()
-    trainer: Trainer | None = None
-    try:
-        run, progress = _prepare(config, platform, watchdog)
-        log = _open_log(config, resumed_step=run.step)
-        with contextlib.closing(log):
-            log.message(f"{config.cycle.variant} on {platform.describe()}, {world_size} processes")
-            if run.step:
-                log.message(f"resumed at step {run.step}")
-            _tell_differences(config, log)
-            trainer = Trainer(run, progress, log, _pace(run, log), signals=signals or StopSignals(), watchdog=watchdog)
-            return trainer.train()
-    finally:
-        if trainer is not None and trainer.saver is not None:
-            trainer.saver.abandon()
-        watchdog.stop()
+    with contextlib.ExitStack() as held:
+        held.callback(watchdog.stop)
+        _join(config, platform, watchdog)
+        held.enter_context(_own_folders(config, watchdog))
+        run, progress = _build(config, platform, watchdog)
+        log = held.enter_context(_open_log(config, resumed_step=run.step))
+        log.message(f"{config.cycle.variant} on {platform.describe()}, {world_size} processes")
+        if run.step:
+            log.message(f"resumed at step {run.step}")
+        _tell_differences(config, log)
+        log.make_up(progress.unlogged)
+        progress.unlogged = []
+        trainer = Trainer(run, progress, log, _pace(run, log), signals=signals or StopSignals(), watchdog=watchdog)
+        if trainer.saver is not None:
+            held.callback(trainer.saver.abandon)
+        return trainer.train()
