@@ -23,8 +23,8 @@ test: check  ## Lint, types, and all tests but the slow ones and those that need
 test-slow: $(INSTALLED)  ## The slow tests
 	$(TEST) -m "slow and not gpu"
 
-test-slurm: $(INSTALLED)  ## The tests on a real Slurm of four nodes on this host (root; docs/slurm.md says what to install)
-	$(TEST) -m "slurm and not gpu"
+test-slurm: $(INSTALLED)  ## The tests on a real Slurm of four nodes on this host, but the slow ones (root; docs/slurm.md: what to install)
+	$(TEST) -m "slurm and not slow and not gpu"
 
 test-gpu: $(INSTALLED)  ## The tests that need a GPU
 	$(TEST) -m gpu

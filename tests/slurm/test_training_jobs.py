@@ -1,12 +1,13 @@
 """Training as users submit it, on a real Slurm: same losses as torchrun, through signals, dead nodes and bad nodes."""
 
 import os
+import shlex
 import subprocess
 import sys
 
 import pytest
 
-from megatron_dmtd.training.log import METRICS_FILE, read_metrics
+from megatron_dmtd.training.log import METRICS_FILE, RUN_ID_FILE, read_metrics
 from megatron_dmtd.training.paths import latest_directory
 from tests.slurm.conftest import NUM_STEPS, ROOT, SMALL, write_corpus_in
 
@@ -55,8 +56,24 @@ def test_a_two_node_job_gives_the_losses_of_torchrun(workplace, losses_of_torchr
     assert "step 24/24" in console and "step 24/24" in (logs / "rank-0000.log").read_text()
 
 
+def test_a_script_as_it_stands_may_be_given_to_sbatch(workplace, losses_of_torchrun):
+    """Without tools/launch.py: from the checkout, with the site file in the environment and the partition as an option."""
+    script = workplace.folder / "mine.sbatch"
+    words = [*SMALL, "--checkpoint.dir", "run/checkpoints", "--logging.dir", "run", "--training.steps", str(NUM_STEPS)]
+    text = (ROOT / "examples/slurm/train-cpu.sbatch").read_text()
+    script.write_text(text.replace("    --parallel.pipeline 2\n", "    --parallel.pipeline 2\n" + f"    {shlex.join(words)}\n"))
+    output = workplace.folder / "console.out"
+    options = ["--parsable", "--partition=main", "--cpus-per-task=1", f"--output={output}"]
+    site = str(workplace.folder / "site.env")
+    job_id = workplace.cluster.call("sbatch", *options, str(script), cwd=ROOT, SITE_FILE=site).stdout.strip()
+    record = workplace.finish(job_id)
+    assert (record["JobState"], record["ExitCode"]) == ("COMPLETED", "0:0"), output.read_text()
+    assert workplace.losses("run") == losses_of_torchrun
+    assert (workplace.folder / f"slurm-logs/quickstart-{job_id}/rank-0001.log").is_file()
+
+
 def test_a_signalled_job_saves_and_is_requeued_and_its_curve_is_that_of_an_uninterrupted_one(workplace, losses_of_torchrun):
-    job_id = workplace.train("run")
+    job_id = workplace.train("run", options=("--logging.wandb_project", "lab"))
     workplace.wait_for_step("run", 3)
     workplace.cluster.call("scancel", "--signal=USR1", "--batch", job_id)
     record = workplace.finish(job_id, timeout_s=200)
@@ -67,11 +84,16 @@ def test_a_signalled_job_saves_and_is_requeued_and_its_curve_is_that_of_an_unint
     steps = [int(path.name.split("_")[1]) for path in (workplace.folder / "run/checkpoints").glob("step_*")]
     (stopped_at,) = set(steps) - {8, 16, 24}
     assert f"resumed at step {stopped_at}" in console
-    # the same files went on
+    # the same files went on, and the same wandb run: two stores, one for each attempt, of one id
     assert "step 1/24" in console and "step 24/24" in console
+    run_id = (workplace.folder / "run" / RUN_ID_FILE).read_text().strip()
+    stores = sorted(path.name for path in (workplace.folder / "run" / "wandb").glob("offline-run-*"))
+    assert len(stores) == 2 and all(name.endswith(f"-{run_id}") for name in stores)
 
 
-@pytest.mark.parametrize("victim", ["the first node, which runs the batch script", "the second node"])
+@pytest.mark.parametrize(
+    "victim", ["the first node, which runs the batch script", pytest.param("the second node", marks=pytest.mark.slow)]
+)
 def test_a_job_that_loses_a_node_goes_on_elsewhere_to_the_same_curve(victim, workplace, losses_of_torchrun):
     job_id = workplace.train("run")
     workplace.wait_for_step("run", 10)
