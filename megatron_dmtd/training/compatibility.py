@@ -123,16 +123,19 @@ class Difference:
     saved: object
     wanted: object
 
-    @property
-    def allowed(self) -> str:
-        """Why it may differ; empty where it may not."""
-        return ALLOWED.get(self.field, "")
+    refused: str
+    """Why it may not differ; empty where it may."""
 
     def __str__(self) -> str:
         text = f"{self.field} = {self.saved} in the checkpoint, {self.wanted} in this run"
-        if self.allowed:
-            return f"{text} (allowed: {self.allowed})"
-        return f"{text} ({REFUSED.get(self.field, 'no rule says that it may differ')})"
+        return f"{text} ({self.refused or f'allowed: {ALLOWED[self.field]}'})"
+
+
+def _why_refused(field: str, wanted: Config) -> str:
+    """Why a run may not set a field differently from its checkpoint; empty where it may."""
+    if field == "training.precision" and not wanted.parallel.distributed_optimizer:
+        return "without parallel.distributed_optimizer Megatron stores the precisions in forms that do not load each other"
+    return "" if field in ALLOWED else REFUSED.get(field, "no rule says that it may differ")
 
 
 def differences(wanted: Config, saved: Config) -> list[Difference]:
@@ -144,7 +147,7 @@ def differences(wanted: Config, saved: Config) -> list[Difference]:
             field = f"{section.name}.{item.name}"
             new, old = getattr(ours, item.name), getattr(theirs, item.name)
             if new != old:
-                found.append(Difference(field=field, saved=old, wanted=new))
+                found.append(Difference(field=field, saved=old, wanted=new, refused=_why_refused(field, wanted)))
     return found
 
 
@@ -171,10 +174,10 @@ def check_resumable(config: Config, step_directory: Path) -> Config:
     """The configuration that wrote a checkpoint. Raises `CheckpointError`, field by field, if this run may not go on from it."""
     saved = saved_config(step_directory)
     found = differences(config, saved)
-    refused = [difference for difference in found if not difference.allowed]
+    refused = [difference for difference in found if difference.refused]
     _refuse(
         refused,
-        [difference for difference in found if difference.allowed],
+        [difference for difference in found if not difference.refused],
         step_directory,
         remedy="correct the settings that are not marked as allowed, choose another checkpoint.dir, "
         "or start from its weights with checkpoint.init_from",
@@ -185,5 +188,5 @@ def check_resumable(config: Config, step_directory: Path) -> Config:
 def check_weights(config: Config, step_directory: Path) -> None:
     """Raise `CheckpointError` if a checkpoint's weights do not fit this model. The method may differ: it adds no parameters."""
     found = differences(config, saved_config(step_directory))
-    refused = [d for d in found if d.field.startswith(f"{_WEIGHTS}.") and not d.allowed]
+    refused = [d for d in found if d.field.startswith(f"{_WEIGHTS}.") and d.refused]
     _refuse(refused, [], step_directory, remedy="correct the model's settings, or name another checkpoint")

@@ -55,6 +55,18 @@ def test_what_makes_another_run_is_refused_beside_what_is_allowed(saved: Path, s
     assert "init_from" in caught.value.remedy
 
 
+def test_the_precision_may_change_with_the_distributed_optimizer_alone(tmp_path: Path) -> None:
+    for distributed in (True, False):
+        config = tiny_config(parallel={"distributed_optimizer": distributed})
+        (tmp_path / paths.CONFIG_FILE).write_text(to_yaml(config))
+        changed = with_settings(config, training={"precision": "bf16"})
+        if distributed:
+            assert [difference.refused for difference in differences(changed, check_resumable(changed, tmp_path))] == [""]
+        else:
+            with pytest.raises(CheckpointError, match=r"this run \(without parallel.distributed_optimizer Megatron stores"):
+                check_resumable(changed, tmp_path)
+
+
 def test_weights_must_have_the_models_shape_and_nothing_else(saved: Path) -> None:
     check_weights(tiny_config("vanilla", data={"seq_length": 64}, model={"init_std": 1.0}), saved)
     with pytest.raises(CheckpointError, match=r"model.num_layers = 4 in the checkpoint, 5 in this run"):
