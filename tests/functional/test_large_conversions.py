@@ -12,11 +12,15 @@ import pytest
 import torch
 
 from megatron_dmtd.config import CycleConfig, ModelConfig
+from megatron_dmtd.conversion.checkpoint_io import CheckpointTensors, read_checkpoint_config
 from megatron_dmtd.conversion.compare import compare
 from megatron_dmtd.conversion.convert import export_hf, import_hf
 from megatron_dmtd.conversion.sources import open_source
 from megatron_dmtd.conversion.weight_files import WeightFiles
+from tests.models.test_truth import megatron_logits
 from tests.support.hf_models import random_hf_directory, small_model
+from tests.support.ranks import run_ranks
+from tests.support.tiny import with_settings
 from tools.bench.convert import main as bench
 
 ROOT = Path(__file__).parents[2]
@@ -114,6 +118,33 @@ def test_the_real_weights_of_smollm2_go_round_and_still_know_their_capital(smoll
     ids = tokenizer("The capital of France is", return_tensors="pt")
     text = tokenizer.decode(model.generate(**ids, max_new_tokens=6, do_sample=False)[0])
     assert "Paris" in text, text
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_logits_of_smollm2_survive_the_import(smollm2, tmp_path):
+    """Megatron on the imported checkpoint against transformers on the file. Level: fp32 tolerance through 30 layers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    made = import_hf(smollm2, tmp_path / "start")
+    tensors = CheckpointTensors(tmp_path / "start")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "start" / "tokenizer")
+    text = "The capital of France is Paris, that of Italy Rome. def area(radius):\n    return 3.14159 * radius ** 2\n"
+    ids = tokenizer(text, return_tensors="pt")["input_ids"][:, :32]
+    config = read_checkpoint_config(tmp_path / "start")
+    config = with_settings(config, data={"seq_length": ids.shape[1], "tokenizer": ""}, training={"precision": "fp32"})
+    assert made.cycle.is_vanilla and ids.shape[1] == 32
+    (found,) = run_ranks(1, megatron_logits, config, {name: tensors.read(name) for name in tensors.specs}, ids, (32,))
+    model = AutoModelForCausalLM.from_pretrained(
+        smollm2.parent, gguf_file=smollm2.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+    )
+    with torch.no_grad():
+        expected = model.eval()(ids).logits
+    found = found[..., : expected.shape[-1]]
+    print(f"logits of standard deviation {expected.std():.2f}; largest difference {(found - expected).abs().max():.1e}")
+    assert expected.std() > 2
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=0)
+    assert torch.equal(found.argmax(dim=-1), expected.argmax(dim=-1))
 
 
 @pytest.mark.slow
