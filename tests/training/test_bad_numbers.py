@@ -81,7 +81,7 @@ def test_a_bad_step_stops_the_run_with_an_account_and_the_state_before_it(corpus
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("optimizer", [True, False], ids=["distributed", "plain"])
+@pytest.mark.parametrize("optimizer", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["distributed", "plain"])
 def test_a_bounded_number_of_bad_steps_is_skipped_and_counted_over_the_whole_run(
     optimizer: bool, corpus: tuple[str, str], tmp_path: Path
 ) -> None:

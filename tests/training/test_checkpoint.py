@@ -52,7 +52,7 @@ def _assert_bitwise(first: dict[str, torch.Tensor], second: dict[str, torch.Tens
 @pytest.mark.parametrize(
     ("world_size", "parallel", "precision"),
     [
-        (1, {}, "fp32"),
+        pytest.param(1, {}, "fp32", marks=pytest.mark.slow),  # the quick run has it below
         (2, {"pipeline": 2}, "fp32"),
         (2, {"tensor": 2, "sequence_parallel": True}, "fp32"),
         (2, {}, "fp32"),
@@ -76,7 +76,9 @@ def test_resuming_twice_is_bitwise_the_uninterrupted_run(
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("variant", [*VARIANTS, "vanilla"])
+@pytest.mark.parametrize(
+    "variant", ["bidirectional-refresh", "vanilla", *(pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS[:-1])]
+)
 def test_every_variant_resumes_bitwise(variant: str, corpus: tuple[str, str], tmp_path: Path) -> None:
     whole = run_ranks(1, train_to, _config(corpus, "", variant), 4)[0]
     first = run_ranks(1, train_to, _config(corpus, tmp_path / "run", variant), 2)[0]
@@ -86,7 +88,7 @@ def test_every_variant_resumes_bitwise(variant: str, corpus: tuple[str, str], tm
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
 def test_a_checkpoint_of_one_layout_resumes_in_another(tied: bool, corpus: tuple[str, str], tmp_path: Path) -> None:
     model = {"model": {"tie_word_embeddings": tied}}
     whole = run_ranks(1, train_to, _config(corpus, "", **model), 6)[0]

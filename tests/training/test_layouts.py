@@ -35,6 +35,23 @@ STEPS = 10
 MODELS = [*((variant, True) for variant in (*VARIANTS, "vanilla")), ("bidirectional-refresh", False), ("causal-norefresh", False)]
 
 
+def _quick_part(case: tuple[Any, ...], *, is_quick: bool) -> Any:
+    """A case of a matrix, marked slow unless the quick run is to hold it."""
+    return pytest.param(*case, id="-".join(map(str, case)), marks=[] if is_quick else pytest.mark.slow)
+
+
+#: the quick run holds every layout with one model of two streams and one of one stream, and every model with two layouts
+QUICK_MODELS = [("bidirectional-refresh", True), ("causal-norefresh", False)]
+MATRIX = [
+    _quick_part(
+        (layout, variant, "tied" if tied else "untied"),
+        is_quick=layout in ("tensor-2", "pipeline-2") or (variant, tied) in QUICK_MODELS,
+    )
+    for layout in LAYOUTS
+    for variant, tied in MODELS
+]
+
+
 def curve(config: Config) -> tuple[list[float], list[float], dict[str, float]]:
     """Losses and gradient norms of a run, and its held-out loss. Runs on each rank."""
     from megatron_dmtd.platform import prepare_megatron
@@ -76,14 +93,12 @@ def _is_same_curve(found: list[Any], expected: Any) -> bool:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("variant", "tied"), MODELS, ids=[f"{variant}-{'tied' if tied else 'untied'}" for variant, tied in MODELS]
-)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "variant", "head"), MATRIX)
 def test_layout_gives_the_curve_of_one_process(
-    layout: str, variant: str, tied: bool, corpus: tuple[str, str], single: dict[tuple[str, bool], Any]
+    layout: str, variant: str, head: str, corpus: tuple[str, str], single: dict[tuple[str, bool], Any]
 ) -> None:
     world_size, parallel = LAYOUTS[layout]
+    tied = head == "tied"
     expected = single[variant, tied]
     assert max(expected[0]) - min(expected[0]) > 0.1, "the curve must move, or the comparison says nothing"
     assert set(expected[2]) == {"loss", *(f"loss_phase_{phase}" for phase in range(4))}
@@ -132,8 +147,14 @@ def faulty_curve(fault: str, config: Config) -> Any:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "fault"),
+    [
+        _quick_part((layout, fault), is_quick=layout in ("tensor-2", "pipeline-2", "data-2"))
+        for layout in LAYOUTS
+        for fault in FAULTS
+    ],
+)
 def test_a_planted_fault_is_seen_in_every_layout(
     layout: str, fault: str, corpus: tuple[str, str], single: dict[tuple[str, bool], Any]
 ) -> None:

@@ -54,10 +54,9 @@ def _assert_same_run(config: Config, whole: Config) -> None:
     assert [line["step"] for line in lines_of(whole)] == [2, 3, 4, 6, 6]
 
 
-_DEFAULT = [(phase, (1,), signal.SIGTERM) for phase in PHASES] + [("a step", (0, 1), signal.SIGTERM)]
-_MORE = [(phase, (0,), signal.SIGUSR1) for phase in PHASES] + [
-    (phase, (0, 1), signal.SIGTERM) for phase in PHASES if phase != "a step"
-]
+_DEFAULT = [("a step", (0, 1), signal.SIGTERM), ("evaluation", (1,), signal.SIGTERM), ("a save", (0,), signal.SIGUSR1)]
+_ALL = [(phase, *who) for phase in PHASES for who in (((1,), signal.SIGTERM), ((0,), signal.SIGUSR1), ((0, 1), signal.SIGTERM))]
+_MORE = [case for case in _ALL if case not in _DEFAULT]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +102,7 @@ def test_an_evaluation_that_was_caught_up_with_is_logged_once_though_the_run_die
     _assert_same_run(config, whole[1])
 
 
+@pytest.mark.slow
 def test_runs_cut_at_every_step_log_as_one(corpus: tuple[str, str], tmp_path: Path, whole: dict[int, Config]) -> None:
     config = _config(corpus, tmp_path, checkpoint={"asynchronous": False})
     for _ in range(8):  # the last evaluation may be cut off too

@@ -56,7 +56,11 @@ def _save_in_both_ways(config: Config, other: str) -> tuple[bool, bool, list[str
     return was_active, final == Path(config.checkpoint.dir) / "step_00000002" and not saver.is_active, hidden
 
 
-@pytest.mark.parametrize(("ranks", "parallel"), [(1, {}), (2, {}), (2, {"pipeline": 2})], ids=["one", "data", "pipeline"])
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [pytest.param(1, {}, marks=pytest.mark.slow), (2, {}), (2, {"pipeline": 2})],
+    ids=["one", "data", "pipeline"],
+)
 def test_what_is_written_while_training_goes_on_is_the_state_at_the_start(
     ranks: int, parallel: dict[str, Any], corpus: tuple[str, str], tmp_path: Path
 ) -> None:
@@ -112,7 +116,14 @@ def _resume_from_nothing(config: Config) -> int:
     return int(run.step)
 
 
-@pytest.mark.parametrize(("optimizer", "precision"), [(True, "fp32"), (False, "fp32"), (True, "bf16"), (False, "bf16")])
+@pytest.mark.parametrize(
+    ("optimizer", "precision"),
+    [
+        (True, "bf16"),
+        (False, "fp32"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((True, "fp32"), (False, "bf16"))),
+    ],
+)
 def test_a_run_without_a_step_can_be_saved_and_resumed(
     optimizer: bool, precision: str, corpus: tuple[str, str], tmp_path: Path
 ) -> None:
@@ -168,7 +179,9 @@ def _save_until_it_fails(config: Config, most: int) -> tuple[int, str]:
     return int(run.step), "never failed"
 
 
-@pytest.mark.parametrize("kib", [1300, 1750, 1850], ids=lambda kib: f"{kib}KiB")
+@pytest.mark.parametrize(
+    "kib", [1750, *(pytest.param(kib, marks=pytest.mark.slow) for kib in (1300, 1850))], ids=lambda kib: f"{kib}KiB"
+)
 def test_a_disk_that_fills_up_leaves_the_last_checkpoint_and_says_so_on_every_rank(
     kib: int, corpus: tuple[str, str], tmp_path: Path
 ) -> None:
