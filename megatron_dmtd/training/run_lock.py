@@ -61,6 +61,12 @@ def _in_words(owner: dict[str, object]) -> str:
     return f"process {owner.get('pid')} on {owner.get('host')} since {owner.get('since')}{job}"
 
 
+def _unusable(folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        found=f"{folder}: {error.strerror}", required="a folder that can be written to", remedy="mend it, or choose another"
+    )
+
+
 def _try_lock(descriptor: int) -> bool:
     """Whether the lock is ours now. Raises `OSError` where there are no locks."""
     try:
@@ -102,9 +108,7 @@ def locked(folder: str | Path, *, lease_s: float = LEASE_S) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        raise CheckpointError(
-            found=f"{folder}: {error.strerror}", required="a folder that can be written to", remedy="mend it, or choose another"
-        ) from error
+        raise _unusable(folder, error) from error
     try:
         _take(descriptor, folder, lease_s=lease_s)
         yield
@@ -117,7 +121,7 @@ def _take(descriptor: int, folder: Path, *, lease_s: float) -> None:
         _acquire(descriptor, folder, lease_s=lease_s)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
-            raise
+            raise _unusable(folder, error) from error
         print(f"{folder} cannot be locked ({error.strerror}): see to it that no other job uses it", file=sys.stderr)
         return
     with contextlib.suppress(OSError):  # a full disk: the lock holds, and only its owner's name is missing

@@ -112,13 +112,18 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 def test_a_file_system_without_locks_is_used_and_said_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    found = errno.ENOLCK
+
     def flock(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        raise OSError(found, os.strerror(found))
 
     monkeypatch.setattr("fcntl.flock", flock)
     with locked(tmp_path):
         pass
     assert f"{tmp_path} cannot be locked (No locks available)" in capsys.readouterr().err
+    found = errno.EIO  # a disk that fails is none without locks
+    with pytest.raises(CheckpointError, match="Input/output error"), locked(tmp_path):
+        pass
 
 
 def _alone(config: Config) -> None:
