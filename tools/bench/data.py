@@ -1,10 +1,11 @@
 """Tokens per second of loading, against what a training step consumes.
 
     python tools/bench/data.py --prefix data/python-train --seq-length 4096 --micro-batch-size 1
-    python tools/bench/data.py --prefix data/python-train --seq-length 4096 --step-tokens-per-s 20000
+    python tools/bench/data.py --prefix data/python-train --seq-length 4096 --log run/metrics.jsonl --data-parallel 4
 
-Reads rows of the corpus in training order, each batch as training takes it, from one thread. With --step-tokens-per-s (a log line
-of training gives it: tokens/s of one rank) it says how many times faster loading is than the step that waits for it.
+Reads rows of the corpus in training order, each batch as training takes it, from one thread. With the log of a run (or the figure
+itself, --step-tokens-per-s) it says how many times faster one rank loads than its steps consume: the log counts the tokens of all
+data-parallel ranks, each of which loads its share.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import get_args
 
 from megatron_dmtd.data.dataset import PackedDataset
@@ -38,6 +40,13 @@ def measure(dataset: PackedDataset, *, micro_batch_size: int, num_batches: int, 
     return slots / (time.perf_counter() - started)
 
 
+def consumed_tokens_per_s(log: str, *, data_parallel: int) -> float:
+    """What one data-parallel rank of a logged run consumes: the median line, without the first, which may hold a compilation."""
+    lines = [json.loads(line) for line in Path(log).read_text().splitlines()]
+    rates = [line["tokens_per_s"] for line in lines if "tokens_per_s" in line]
+    return statistics.median(rates[1:] or rates) / data_parallel
+
+
 def main() -> int:
     """Measure both ways of packing and print medians as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -47,8 +56,14 @@ def main() -> int:
     parser.add_argument("--micro-batch-size", type=int, default=1)
     parser.add_argument("--batches", type=int, default=200, help="batches per repeat (default: 200)")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--step-tokens-per-s", type=float, help="tokens/s that one rank of training consumes")
+    consumer = parser.add_mutually_exclusive_group()
+    consumer.add_argument("--step-tokens-per-s", type=float, help="tokens/s that one data-parallel rank of training consumes")
+    consumer.add_argument("--log", help="metrics.jsonl of a run, which tells it")
+    parser.add_argument("--data-parallel", type=int, default=1, help="data-parallel ranks of that run (default: 1)")
     parsed = parser.parse_args()
+    consumed = parsed.step_tokens_per_s
+    if parsed.log:
+        consumed = consumed_tokens_per_s(parsed.log, data_parallel=parsed.data_parallel)
     report: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as cache:
         for packing in get_args(Packing):
@@ -70,8 +85,9 @@ def main() -> int:
                     for repeat in range(parsed.repeats)
                 ]
                 figures[f"tokens_per_s_prefetch_{depth}"] = statistics.median(speeds)
-            if parsed.step_tokens_per_s:
-                figures["times_faster_than_the_step"] = figures["tokens_per_s_prefetch_0"] / parsed.step_tokens_per_s
+            if consumed:
+                figures["step_tokens_per_s"] = consumed
+                figures["times_faster_than_the_step"] = figures["tokens_per_s_prefetch_0"] / consumed
             report[packing] = figures
     print(json.dumps(report, indent=1))
     return 0
