@@ -6,12 +6,16 @@ disk is told to begin with what has been written, instead of waiting for all of 
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
+
+#: bytes handed to the system at once, and written before the disk is told to begin with them
+_PIECE_BYTES, _FLUSHED_BYTES = 2**25, 2**27
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -55,3 +59,40 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class SteadyFile(io.RawIOBase):
+    """A new file, written in pieces, whose flushing begins long before it ends, also in the middle of one large tensor.
+
+    Left to itself the system piles up what is written: its memory for files grows, page by page, while the disk stands idle. A
+    gigabyte took three times as long as with flushes on the way.
+    """
+
+    def __init__(self, path: Path, flusher: Flusher) -> None:
+        self._path, self._flusher, self._unflushed_bytes = path, flusher, 0
+        self._file = io.FileIO(path, "wb")
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def write(self, data: Any, /) -> int:
+        """Write all of `data`, a buffer of bytes. Raises `OSError`."""
+        buffer = memoryview(data).cast("B")
+        done = 0
+        while done < len(buffer):
+            count = self._file.write(buffer[done : done + _PIECE_BYTES])
+            done, self._unflushed_bytes = done + count, self._unflushed_bytes + count
+            if self._unflushed_bytes >= _FLUSHED_BYTES:
+                self._flusher.flush(self._path)
+                self._unflushed_bytes = 0
+        return done
+
+    def close(self) -> None:
+        """Close the file and flush the rest of it."""
+        if not self.closed:
+            self._file.close()
+            self._flusher.flush(self._path)
+        super().close()

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from megatron_dmtd.conversion.overlap import Flusher
+from megatron_dmtd.conversion.overlap import Flusher, SteadyFile
 from megatron_dmtd.conversion.rules import TensorSpec
 from megatron_dmtd.errors import ConversionError
 
@@ -33,8 +33,6 @@ _TYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 #: what the format allows
 _MAX_HEADER_BYTES = 10**8
 _COMPARED_BYTES = 2**24
-#: the disk begins with what is written whenever so much has come
-_FLUSHED_BYTES = 2**27
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,22 +264,10 @@ def _header(specs: Mapping[str, TensorSpec]) -> bytes:
 def _write_file(
     path: Path, specs: Mapping[str, TensorSpec], stream: Iterator[tuple[str, torch.Tensor]], flusher: Flusher
 ) -> None:
-    unflushed_bytes = 0
-    with open(path, "wb", buffering=0) as file:
-        _write_all(file, memoryview(_header(specs)))
+    with SteadyFile(path, flusher) as file:
+        file.write(_header(specs))
         for name, spec in specs.items():
             found, tensor = next(stream)
             assert (found, tuple(tensor.shape), tensor.dtype) == (name, spec.shape, spec.dtype), (found, name, tensor.shape, spec)
-            _write_all(file, _bytes_of(tensor.contiguous()))
+            file.write(_bytes_of(tensor.contiguous()))
             del tensor
-            unflushed_bytes += num_bytes_of(spec)
-            if unflushed_bytes > _FLUSHED_BYTES:
-                flusher.flush(path)
-                unflushed_bytes = 0
-    flusher.flush(path)
-
-
-def _write_all(file: Any, buffer: memoryview) -> None:
-    done = 0
-    while done < len(buffer):  # one write takes at most 2 GiB
-        done += file.write(buffer[done:])

@@ -2,7 +2,8 @@ import threading
 
 import pytest
 
-from megatron_dmtd.conversion.overlap import Flusher, read_ahead
+from megatron_dmtd.conversion import overlap
+from megatron_dmtd.conversion.overlap import Flusher, SteadyFile, read_ahead
 
 
 def test_items_come_in_order_and_no_more_than_one_is_read_ahead():
@@ -58,3 +59,18 @@ def test_the_error_of_the_block_hides_no_other():
 
     with pytest.raises(KeyError, match="the block's own"):
         fail()
+
+
+def test_a_steady_file_holds_what_was_written_and_is_flushed_on_the_way(tmp_path, monkeypatch):
+    monkeypatch.setattr(overlap, "_PIECE_BYTES", 7)
+    monkeypatch.setattr(overlap, "_FLUSHED_BYTES", 20)
+    flushed: list[int] = []
+    path = tmp_path / "file"
+    with Flusher() as flusher:
+        monkeypatch.setattr(flusher, "flush", lambda flushed_path: flushed.append(flushed_path.stat().st_size))
+        with SteadyFile(path, flusher) as file:
+            assert file.write(bytes(range(50))) == 50
+            assert file.tell() == 50 and flushed == [21, 42]
+            assert file.write(b"") == 0 and file.write(memoryview(b"end")) == 3
+    assert path.read_bytes() == bytes(range(50)) + b"end"
+    assert flushed == [21, 42, 53], "closing flushes the rest"
