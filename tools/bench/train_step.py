@@ -18,7 +18,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ SIZES = {
 }
 VARIANTS = ("vanilla", "causal-norefresh", "causal-refresh", "bidirectional-norefresh", "bidirectional-refresh")
 BASELINE = "GPTModel"
+FORMS = (BASELINE, *VARIANTS, *(f"HF {variant}" for variant in VARIANTS[1:]))
 
 
 def arguments() -> argparse.Namespace:
@@ -62,6 +63,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="20M", help="parameters of the model (default: %(default)s)")
     parser.add_argument("--seq-lengths", type=int, nargs="+", default=[1024, 4096], help="slots per row (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each form (default: %(default)s)")
+    parser.add_argument(
+        "--forms", nargs="+", choices=FORMS, default=FORMS, metavar="FORM", help=f"of {', '.join(FORMS)} (default: all)"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default: %(default)s)")
     parser.add_argument("--json", default="", help="also write the figures to this file")
     return parser.parse_args()
@@ -117,8 +121,8 @@ def gpt_model(config: Any) -> torch.nn.Module:
     )
 
 
-def forms(size: str, seq_length: int, platform: Any) -> dict[str, Callable[[], None]]:
-    """One step of each form, by name."""
+def forms(names: Sequence[str], size: str, seq_length: int, platform: Any) -> dict[str, Callable[[], None]]:
+    """One step of the baseline and of each form of `names`, by name."""
     from megatron_dmtd.conversion.hf_config import to_hf_config
     from megatron_dmtd.hf import DMTDQwen3Config, DMTDQwen3ForCausalLM
     from megatron_dmtd.training.setup import build_models
@@ -135,10 +139,10 @@ def forms(size: str, seq_length: int, platform: Any) -> dict[str, Callable[[], N
         steps[name] = step
 
     add(BASELINE, gpt_model(config_of(size, "vanilla", seq_length)), lambda m: m(tokens, positions, None, labels=tokens))
-    for variant in VARIANTS:
+    for variant in (variant for variant in VARIANTS if variant in names):
         (model,) = build_models(config_of(size, variant, seq_length), platform)
         add(variant, model, lambda m: m(tokens, positions, tokens, document_lengths=((seq_length,),)))
-    for variant in VARIANTS[1:]:
+    for variant in (variant for variant in VARIANTS if f"HF {variant}" in names):
         config = config_of(size, variant, seq_length)
         hf = DMTDQwen3ForCausalLM(DMTDQwen3Config(**to_hf_config(config.model, config.cycle)))
         add(f"HF {variant}", hf, lambda m: m(tokens, labels=tokens, use_cache=False).loss)
@@ -160,11 +164,11 @@ def matmul_flops_per_s(rounds: int) -> float:
     return 2 * 2048**3 / statistics.median(times)
 
 
-def measure(size: str, seq_length: int, rounds: int, platform: Any) -> list[dict[str, Any]]:
-    """Figures of every form at one length."""
+def measure(names: Sequence[str], size: str, seq_length: int, rounds: int, platform: Any) -> list[dict[str, Any]]:
+    """Figures of the forms at one length."""
     from megatron_dmtd.training.flops import training_flops
 
-    steps = forms(size, seq_length, platform)
+    steps = forms(names, size, seq_length, platform)
     times: dict[str, list[float]] = {name: [] for name in steps}
     rates = []
     for step in steps.values():
@@ -213,12 +217,12 @@ def main() -> int:
 
     platform = prepare_megatron()
     init_parallel(Config(), platform)
-    print(f"{options.size} parameters, {platform.describe()}, medians of {options.rounds} rounds")
+    print(f"{options.size} parameters, {platform.describe()}, medians of {options.rounds} rounds", flush=True)
     results = []
     for seq_length in options.seq_lengths:
-        rows = measure(options.size, seq_length, options.rounds, platform)
+        rows = measure(options.forms, options.size, seq_length, options.rounds, platform)
         results += rows
-        print(f"\n{seq_length} tokens")
+        print(f"\n{seq_length} tokens", flush=True)
         print(f"{'form':32}{'tokens/s':>10}{'time/GPT':>10}{'FLOPs/GPT':>11}{'of limit':>10}{'MFU':>8}{'spread':>8}")
         for row in rows:
             print(
