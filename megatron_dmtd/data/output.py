@@ -171,14 +171,14 @@ class PartialOutput:
     ) -> None:
         """Begin a run, or go on with one that has the same `header`.
 
-        Raises `DataError` if another process works on it, or an unfinished run has another header and `overwrite` is not given.
+        Raises `DataError` if another process works on it, an unfinished run has another header and `overwrite` is not given, or
+        nothing can be written there.
         """
         self.folder = partial_folder(output_prefix)
         self.outputs = outputs
         self._save_seconds = save_seconds
         self._saved_at = time.monotonic()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.folder)
+        self._lock = _lock(_made(self.folder, output_prefix))
         self._splits: dict[Split, _SplitFiles] = {}
         try:
             self.state = self._open_state(header, overwrite=overwrite)
@@ -298,6 +298,26 @@ def _renames(folder: Path, split: Split, prefix: str) -> list[tuple[Path, Path]]
 def final_paths(outputs: dict[Split, str]) -> list[Path]:
     """All files that a run may leave."""
     return [target for split, prefix in outputs.items() for _, target in _renames(Path(), split, prefix)]
+
+
+def _made(folder: Path, output_prefix: str) -> Path:
+    """The folder of an unfinished run, made if it is not there."""
+    if output_prefix.endswith(("/", os.sep)) or not output_prefix:
+        raise DataError(
+            found=f"the output {output_prefix!r}",
+            required="a folder and what the names of the files start with",
+            remedy=f"write for example {output_prefix}corpus",
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "lock").touch()
+    except OSError as error:
+        raise DataError(
+            found=f"{folder}: {error.strerror}",
+            required="a folder that can be written to",
+            remedy="name another output",
+        ) from error
+    return folder
 
 
 def _lock(folder: Path) -> int:

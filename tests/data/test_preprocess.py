@@ -330,6 +330,15 @@ def test_what_cannot_work_is_refused_before_any_file_is_touched(tmp_path, option
     assert names_of_output(options()) == []
 
 
+def test_an_output_that_cannot_be_written_is_refused_by_name(tmp_path, options):
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"file/c\.partial: Not a directory"):
+        preprocess(source_of(tmp_path), options(output_prefix=str(tmp_path / "file" / "c")))
+    with pytest.raises(DataError, match=r"write for example .*/out/corpus"):
+        preprocess(source_of(tmp_path), options(output_prefix=str(tmp_path / "out") + "/"))
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_fast_library_cannot_tell_where_tokens_lie(tmp_path, options):
     inputs, keys = chats_of(tmp_path, [CHAT])
     with pytest.raises(DataError, match="--encoder gigatoken with loss on assistant turns only"):

@@ -3,11 +3,11 @@
     python tools/bench/preprocess.py --input corpus.jsonl --tokenizer qwen --scratch /tmp/bench --workers 2 --repeats 3
 
 The plain loop is that of Megatron's own preprocess_data.py: a pool of processes parses lines and encodes their texts one by one
-with `tokenizers`, and the parent appends each document with Megatron's IndexedDatasetBuilder. Both run as processes of their own,
-in turn; a run's time is that of the whole process, start-up included. Beside it are the time of tokenising alone (for ours with
-the start of the workers, for the plain loop without) and the CPU time of all processes, which other work on the machine hardly
-changes. The .bin files must be equal byte for byte. Memory is the sum over all processes of the run of what each holds privately
-(USS), at its peak.
+with `tokenizers` (EOS, PAD and MASK that a text spells stay text, as in ours), and the parent appends each document with
+Megatron's IndexedDatasetBuilder. Both run as processes of their own, in turn; a run's time is that of the whole process, start-up
+included. Beside it are the time of tokenising alone (for ours with the start of the workers, for the plain loop without) and the
+CPU time of all processes, which other work on the machine hardly changes. The .bin files must be equal byte for byte. Memory is
+the sum over all processes of the run of what each holds privately (USS), at its peak.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ import numpy as np
 _ENCODER: Any = None
 
 
-def _start(tokenizer_dir: str) -> None:
+def _start(tokenizer_json: str) -> None:
     global _ENCODER
     from tokenizers import Tokenizer
 
-    _ENCODER = Tokenizer.from_file(str(Path(tokenizer_dir) / "tokenizer.json"))
+    _ENCODER = Tokenizer.from_str(tokenizer_json)
     _ENCODER.encode_special_tokens = True
 
 
@@ -50,11 +50,12 @@ def plain_loop(source: str, tokenizer_dir: str, prefix: str, *, num_workers: int
 
     tokenizer = load_tokenizer(tokenizer_dir)
     control = control_ids(tokenizer)
-    vocab_size = vocabulary_size(encoder_json(tokenizer, control, chats=False), control)
+    tokenizer_json = encoder_json(tokenizer, control, chats=False)
+    vocab_size = vocabulary_size(tokenizer_json, control)
     builder = IndexedDatasetBuilder(prefix + ".bin", dtype=DType.optimal_dtype(vocab_size))
     import torch
 
-    with Path(source).open(encoding="utf-8") as lines, multiprocessing.Pool(num_workers, _start, (tokenizer_dir,)) as pool:
+    with Path(source).open(encoding="utf-8") as lines, multiprocessing.Pool(num_workers, _start, (tokenizer_json,)) as pool:
         started = time.perf_counter()
         for ids in pool.imap(_encode, lines, 32):
             ids.append(control.eos)
@@ -101,7 +102,7 @@ def worker_rates(source: str, tokenizer_dir: str) -> dict[str, float]:
     started = time.process_time()
     fast = [encode(block).splits["all"].tokens_T for block in lines.blocks(BLOCK_BYTES)]
     fast_s = time.process_time() - started
-    _start(tokenizer_dir)
+    _start(text)
     with Path(source).open(encoding="utf-8") as stream:
         started = time.process_time()
         plain = [[*_encode(line), control.eos] for line in stream]
