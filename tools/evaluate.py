@@ -24,7 +24,14 @@ from typing import Any
 
 from megatron_dmtd.errors import ConfigError, DataError, DMTDError
 from megatron_dmtd.inference import Engine, EngineConfig, SamplingParams, score
-from megatron_dmtd.inference.text import load_tokenizer
+from megatron_dmtd.inference.text import encode, load_tokenizer
+
+
+def positive(text: str) -> int:
+    """A count, as a command-line value."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -38,11 +45,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     source.add_argument("--text", type=Path, help="text file; one document")
     parser.add_argument("--reference", help="model directory to compare outputs with; default: the same weights, vanilla")
     parser.add_argument("--output", type=Path, required=True, help="folder to make")
-    parser.add_argument("--documents", type=int, default=32, help="documents read at most")
-    parser.add_argument("--max-length", type=int, default=1024, help="tokens of a document used at most")
-    parser.add_argument("--prompt-length", type=int, default=32, help="tokens of a document that prompt an output")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=4, help="outputs decoded at once")
+    parser.add_argument("--documents", type=positive, default=32, help="documents read at most")
+    parser.add_argument("--max-length", type=positive, default=1024, help="tokens of a document used at most")
+    parser.add_argument("--prompt-length", type=positive, default=32, help="tokens of a document that prompt an output")
+    parser.add_argument("--max-new-tokens", type=positive, default=64)
+    parser.add_argument("--batch", type=positive, default=4, help="outputs decoded at once")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--device")
     return parser.parse_args(argv)
@@ -59,9 +66,9 @@ def read_documents(options: argparse.Namespace) -> list[list[int]]:
     else:
         try:
             text = options.text.read_text(encoding="utf-8")
-        except OSError as error:
-            raise DataError(found=str(error), required="a text file", remedy="correct --text") from error
-        ids = load_tokenizer(Path(options.model))(text)["input_ids"]
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(found=f"{options.text}: {error}", required="a text file in UTF-8", remedy="correct --text") from error
+        ids = encode(load_tokenizer(Path(options.model)), text)
         starts = range(0, len(ids), options.max_length)
         documents = [ids[start : start + options.max_length] for start in starts][: options.documents]
     if not any(len(document) > options.prompt_length for document in documents):
@@ -174,9 +181,19 @@ def draw(results: dict[str, Any], folder: Path) -> None:
     save("speed.png", speed)
 
 
+def make_parent(target: Path) -> None:
+    """Make the folder that `target` will be in, before hours of work. Raises `ConfigError` if nothing can be written there."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=target.parent).close()
+    except OSError as error:
+        raise ConfigError(
+            found=f"--output {target}: {error}", required="a folder that can be made", remedy="choose another --output"
+        ) from error
+
+
 def write_report(results: dict[str, Any], target: Path) -> None:
     """Make `target` whole, or not at all."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as aside:
         folder = Path(aside) / "report"
         folder.mkdir()
@@ -186,16 +203,20 @@ def write_report(results: dict[str, Any], target: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 2 refused (the message says what to change)."""
+    """Exit status: 0 done, 2 refused (the message says what to change), 130 interrupted."""
     options = arguments(argv)
     try:
         if options.output.exists():
             raise ConfigError(found=f"{options.output} exists", required="a new folder", remedy="choose another --output")
+        make_parent(options.output)
         results = evaluate(options)
         write_report(results, options.output)
     except DMTDError as error:
         print(f"{type(error).__name__}\n{error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
     held_out, speed = results["held_out"], results["speed"]
     phases = ", ".join("-" if value is None else f"{value:.3f}" for value in held_out["loss_by_phase"])
     print(f"held-out loss {held_out['loss']:.4f} over {held_out['tokens']} tokens; by phase {phases}")

@@ -3,6 +3,7 @@
     python tools/generate.py exported "def main():" --max-new-tokens 128
     python tools/generate.py exported "Once upon a time" --temperature 0.8 --top-p 0.95 --n 3 --seed 7 --stats
     python tools/generate.py exported --prompts prompts.txt --no-stream      (one prompt a line)
+    echo "Once upon a time" | python tools/generate.py exported --prompts -
     python tools/generate.py exported "..." --vanilla                        (the same weights as an ordinary decoder)
 
 A single prompt with one sample is streamed.
@@ -11,15 +12,16 @@ A single prompt with one sample is streamed.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_dmtd.errors import DataError, DMTDError
-from megatron_dmtd.inference import Completion, Engine, EngineConfig, SamplingParams
-from megatron_dmtd.inference.text import load_tokenizer
+from megatron_dmtd.inference import Completion, Engine, EngineConfig, Event, SamplingParams
+from megatron_dmtd.inference.text import TextPieces, encode, load_tokenizer
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -29,13 +31,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("model", help="export, or Qwen3 or Llama directory, with its tokenizer")
     parser.add_argument("prompt", nargs="*", help="one or more prompts")
-    parser.add_argument("--prompts", type=Path, help="file with one more prompt a line")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="file with one more prompt a line; - is standard input")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     for name, kind in (("temperature", float), ("top-k", int), ("top-p", float), ("min-p", float), ("seed", int), ("n", int)):
         parser.add_argument(f"--{name}", type=kind, default=getattr(SamplingParams(), name.replace("-", "_")))
     parser.add_argument("--repetition-penalty", type=float, default=1.0)
     parser.add_argument("--presence-penalty", type=float, default=0.0)
-    parser.add_argument("--stop", nargs="+", default=[], help="strings that end an output")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends an output; may be given several times")
     parser.add_argument("--vanilla", action="store_true", help="decode a DMTD model's weights as an ordinary decoder")
     parser.add_argument("--max-batch", type=int, default=8)
     parser.add_argument("--max-length", type=int)
@@ -51,13 +53,18 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
     """All prompts. Raises `DataError` if there is none."""
     prompts = list(options.prompt)
     if options.prompts is not None:
-        try:
-            prompts += [line for line in options.prompts.read_text(encoding="utf-8").splitlines() if line]
-        except OSError as error:
-            raise DataError(found=str(error), required="a file of prompts", remedy="correct --prompts") from error
+        prompts += [line for line in _read(options.prompts).replace("\r\n", "\n").split("\n") if line]
     if not prompts:
-        raise DataError(found="no prompt", required="at least one", remedy="give a prompt, or --prompts FILE")
+        empty = "no prompt" if options.prompts is None else f"no prompt: --prompts {options.prompts} is empty"
+        raise DataError(found=empty, required="at least one", remedy="give a prompt, or --prompts FILE with one a line")
     return prompts
+
+
+def _read(path: Path) -> str:
+    try:
+        return (sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(found=f"{path}: {error}", required="a file of prompts in UTF-8", remedy="correct --prompts") from error
 
 
 def sampling_params(options: argparse.Namespace) -> SamplingParams:
@@ -75,19 +82,20 @@ def sampling_params(options: argparse.Namespace) -> SamplingParams:
     )
 
 
-def streamed_text(engine: Engine, tokenizer: Any, ids: list[int], max_new: int, params: SamplingParams) -> Iterator[str]:
-    """Pieces of the output's text as they become certain: a character may take several tokens."""
-    output: list[int] = []
-    written = 0
-    for event in engine.stream(ids, max_new_tokens=max_new, params=params):
-        output.append(event.token_id)
-        text = tokenizer.decode(output, skip_special_tokens=True)
+def streamed_text(events: Iterable[Event], tokenizer: Any, ids: list[int], params: SamplingParams) -> Iterator[str]:
+    """Pieces of the output's text as they become certain. What may be the start of a stop string is held back."""
+    pieces, text, num_given = TextPieces(tokenizer, ids), "", 0
+    held_back = max((len(string) - 1 for string in params.stop), default=0)
+    for event in events:
+        text += pieces.add(event.token_id)
+        certain = len(text) - held_back
         if event.completion is not None:
-            text = event.completion.text if event.completion.text is not None else text
-            yield text[written:]
-        elif not text.endswith("\ufffd") and not params.stop:  # the start of a stop string must not be shown
-            yield text[written:]
-            written = len(text)
+            text += pieces.rest()
+            stops = [index for index in map(text.find, params.stop) if index >= 0]
+            certain = min(stops, default=len(text))
+        if certain > num_given:
+            yield text[num_given:certain]
+            num_given = certain
 
 
 def print_completion(tokenizer: Any, prompt: str, completion: Completion) -> None:
@@ -127,31 +135,58 @@ def run(options: argparse.Namespace) -> int:
         device=options.device,
         variant=variant,
     )
-    ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
-    start, refused = time.perf_counter(), False
-    if len(prompts) == 1 and params.n == 1 and not options.no_stream:
-        print(prompts[0], end="", flush=True)
-        for piece in streamed_text(engine, tokenizer, ids[0], options.max_new_tokens, params):
+    ids = [encode(tokenizer, prompt) for prompt in prompts]
+    start = time.perf_counter()
+    try:
+        if len(prompts) == 1 and params.n == 1 and not options.no_stream:
+            return stream(engine, tokenizer, prompts[0], ids[0], options.max_new_tokens, params)
+        return complete(engine, tokenizer, prompts, ids, options.max_new_tokens, params)
+    finally:
+        if options.stats:
+            print_stats(engine, time.perf_counter() - start)
+
+
+def stream(engine: Engine, tokenizer: Any, prompt: str, ids: list[int], max_new: int, params: SamplingParams) -> int:
+    """Print the prompt and its output as it comes."""
+    events = engine.stream(ids, max_new_tokens=max_new, params=params)
+    print(prompt, end="", flush=True)
+    try:
+        for piece in streamed_text(events, tokenizer, ids, params):
             print(piece, end="", flush=True)
+    finally:
         print()
-    else:
-        completions = engine.generate(ids, max_new_tokens=options.max_new_tokens, params=params)
-        by_ids = {tuple(own): prompt for prompt, own in zip(prompts, ids)}
-        for completion in completions:
-            print_completion(tokenizer, by_ids[completion.prompt_ids], completion)
-            refused = refused or completion.refusal is not None
-    if options.stats:
-        print_stats(engine, time.perf_counter() - start)
-    return int(refused)
+    return 0
+
+
+def complete(
+    engine: Engine, tokenizer: Any, prompts: list[str], ids: list[list[int]], max_new: int, params: SamplingParams
+) -> int:
+    """Print each prompt with its finished outputs. Returns 1 if one was refused."""
+    completions = engine.generate(ids, max_new_tokens=max_new, params=params)
+    by_ids = {tuple(own): prompt for prompt, own in zip(prompts, ids)}
+    for completion in completions:
+        print_completion(tokenizer, by_ids[completion.prompt_ids], completion)
+    return int(any(completion.refusal is not None for completion in completions))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 some prompts were refused, 2 refused (the message says what to change)."""
+    """Exit status: 0 done, 1 some prompts were refused, 2 refused (the message says what to change), 130 interrupted."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the output
     try:
-        return run(arguments(argv))
+        status = run(arguments(argv))
+        sys.stdout.flush()
+        return status
     except DMTDError as error:
         print(f"{type(error).__name__}\n{error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader has gone (`| head`); what Python flushes at its end must go somewhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 if __name__ == "__main__":

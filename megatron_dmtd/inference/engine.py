@@ -434,10 +434,15 @@ def _device(name: str | None) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name is None:
         return accelerator or torch.device("cpu")
-    device = torch.device(name)
-    if device.type != "cpu" and (accelerator is None or device.type != accelerator.type):
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    count = torch.accelerator.device_count() if accelerator else 0
+    is_here = device is not None and accelerator is not None and device.type == accelerator.type and (device.index or 0) < count
+    if device is None or not (is_here or device.type == "cpu"):
         raise CapabilityError(
-            found=f"device {name}, and {accelerator or 'no accelerator'} here",
+            found=f"device {name!r}, and {f'{count} of {accelerator.type}' if accelerator else 'no accelerator'} here",
             required="a device of this machine",
             remedy="use device='cpu'",
         )

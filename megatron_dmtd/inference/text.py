@@ -1,4 +1,4 @@
-"""The border to text: tokenizers of model directories, and stop strings."""
+"""The border to text: tokenizers of model directories, pieces of text as tokens come, and stop strings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_dmtd.errors import CheckpointError
+from megatron_dmtd.errors import CheckpointError, DataError
+from megatron_dmtd.inference.weights import read_config
 
 #: A character may take this many tokens (one per byte), so a stop string lies within this many times its length.
 TOKENS_PER_CHARACTER = 4
@@ -16,17 +17,75 @@ def load_tokenizer(directory: Path | None) -> Any:
     """The tokenizer of a model directory.
 
     Raises:
-        CheckpointError: It has none.
+        CheckpointError: The directory is no model's, or has no tokenizer, or one that cannot be read.
     """
     from transformers import AutoTokenizer
 
+    if directory is not None:
+        read_config(directory)  # transformers reads it too, and would blame the tokenizer
     if directory is None or not any(directory.glob("tokenizer*")):
         raise CheckpointError(
             found=f"no tokenizer in {directory}",
             required="the tokenizer of the model, for text",
             remedy="copy it into the directory (tools/convert.py export --tokenizer), or give and take token ids",
         )
-    return AutoTokenizer.from_pretrained(directory)
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    except Exception as error:  # whatever the class of tokenizer makes of a damaged file
+        raise CheckpointError(
+            found=f"a tokenizer in {directory} that transformers cannot read: {type(error).__name__}: {error}",
+            required="a whole tokenizer",
+            remedy="copy it into the directory again",
+        ) from error
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a prompt.
+
+    Raises:
+        DataError: The text is not Unicode: bytes of another encoding on the command line, say.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            found=f"a prompt that is not valid Unicode at character {error.start}: {text!r}",
+            required="UTF-8",
+            remedy="convert the prompt, or read it from a file in UTF-8",
+        ) from error
+    return list(tokenizer(text)["input_ids"])
+
+
+class TextPieces:
+    """The text of an output as it grows, in pieces that will not change any more.
+
+    A character may take several tokens, and a token's text may depend on the one before it. So each piece is the difference of
+    two decodings from a token whose text has been given already; both are short, however long the output is.
+    """
+
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int] = ()) -> None:
+        """`prompt_ids` are what the output follows: the text of its first token may depend on their last ones."""
+        self.tokenizer = tokenizer
+        self._ids = list(prompt_ids[-TOKENS_PER_CHARACTER:])
+        self._start = 0
+        self._given = len(self._ids)
+
+    def add(self, token_id: int) -> str:
+        """The text that has become certain with one more token; empty inside a character."""
+        self._ids.append(token_id)
+        text = self._new_text()
+        if not text or text.endswith("\ufffd"):
+            return ""
+        self._start, self._given = self._given, len(self._ids)
+        return text
+
+    def rest(self) -> str:
+        """What is left at the end of the output: a character that was not completed."""
+        return self._new_text()
+
+    def _new_text(self) -> str:
+        known = self.tokenizer.decode(self._ids[self._start : self._given], skip_special_tokens=True)
+        return self.tokenizer.decode(self._ids[self._start :], skip_special_tokens=True)[len(known) :]
 
 
 class StopStrings:

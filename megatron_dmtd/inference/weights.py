@@ -211,8 +211,14 @@ def read_config(path: Path) -> Any:
     Raises:
         CheckpointError: There is none, or it is of a model that is not ours to decode.
     """
-    fields = _read_json(path / "config.json")
-    model_type = fields.get("model_type") if isinstance(fields, dict) else None
+    if not path.is_dir():
+        raise CheckpointError(
+            found=f"no directory {path}",
+            required="a model directory on this machine",
+            remedy="correct the path, or download or export the model first",
+        )
+    fields = _read_object(path / "config.json")
+    model_type = fields.get("model_type")
     if model_type not in CONFIGS:
         raise CheckpointError(
             found=f"{path / 'config.json'} with model_type {model_type!r}",
@@ -221,7 +227,7 @@ def read_config(path: Path) -> Any:
         )
     try:
         return CONFIGS[model_type](**fields)
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # transformers' checks raise errors of several kinds
         raise CheckpointError(
             found=f"{path / 'config.json'}, which {CONFIGS[model_type].__name__} refuses: {error}",
             required="a consistent configuration",
@@ -229,9 +235,12 @@ def read_config(path: Path) -> Any:
         ) from error
 
 
-def _read_json(path: Path) -> Any:
+def _read_object(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(fields, dict):
+            raise ValueError("it is not a JSON object")
+        return fields
     except (OSError, ValueError) as error:
         raise CheckpointError(
             found=f"{path} cannot be read: {error}", required="a Hugging Face model directory", remedy="name such a directory"
@@ -345,7 +354,14 @@ def _accounted_files(path: Path, expected: Mapping[str, tuple[int, ...]]) -> dic
 def _weight_files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if index.exists():
-        return [path / name for name in sorted(set(_read_json(index)["weight_map"].values()))]
+        weight_map = _read_object(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CheckpointError(
+                found=f"{index} without a weight_map",
+                required="the file of each weight",
+                remedy="export or download the model again",
+            )
+        return [path / name for name in sorted(set(weight_map.values()))]
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise CheckpointError(
@@ -370,7 +386,7 @@ def _stored_shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 def _stop_token_ids(path: Path, config: Any) -> tuple[int, ...]:
     """`eos_token_id` of the generation configuration, or else of the model's."""
     generation = path / "generation_config.json"
-    found = _read_json(generation).get("eos_token_id") if generation.exists() else config.eos_token_id
+    found = _read_object(generation).get("eos_token_id") if generation.exists() else config.eos_token_id
     if found is None:
         return ()
     return tuple(found) if isinstance(found, list) else (int(found),)

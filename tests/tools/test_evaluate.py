@@ -88,3 +88,28 @@ def test_refusals(folder, tmp_path, capsys):
     assert main([str(folder), "--text", str(tmp_path / "long"), *output, *OPTIONS, "--max-new-tokens", "600"]) == 2
     assert "texts of 606 tokens" in capsys.readouterr().err
     assert not (tmp_path / "report").exists()
+
+
+def test_what_cannot_be_written_or_read_is_refused_before_any_work(folder, tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "latin").write_bytes("né".encode("latin-1") * 50)
+    output = ["--output", str(tmp_path / "file" / "report")]
+    assert main([str(folder), "--text", str(tmp_path / "latin"), *output, *OPTIONS]) == 2
+    assert "a folder that can be made" in capsys.readouterr().err
+    output = ["--output", str(tmp_path / "new" / "report")]
+    assert main([str(folder), "--text", str(tmp_path / "latin"), *output, *OPTIONS]) == 2
+    assert "a text file in UTF-8" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([str(folder), "--text", "x", *output, *OPTIONS, "--documents", "0"])
+    assert "0 is less than 1" in capsys.readouterr().err
+
+
+def test_ctrl_c_leaves_nothing_behind(folder, tmp_path, capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    (tmp_path / "text").write_text("The quick brown fox. " * 9)
+    monkeypatch.setattr("tools.evaluate.draw", interrupted)
+    assert main([str(folder), "--text", str(tmp_path / "text"), "--output", str(tmp_path / "report"), *OPTIONS]) == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+    assert "interrupted" in capsys.readouterr().err

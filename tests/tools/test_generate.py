@@ -1,13 +1,23 @@
 """The command: what it prints, streamed or not, and what it refuses. Tokens themselves are tested in tests/inference."""
 
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoTokenizer
 
 from megatron_dmtd.inference import Engine, SamplingParams
-from megatron_dmtd.inference.text import StopStrings, load_tokenizer
+from megatron_dmtd.inference.text import StopStrings, TextPieces, load_tokenizer
 from tests.tools.text_model import save_text_model
-from tools.generate import main
+from tools.generate import main, streamed_text
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +87,120 @@ def test_refusals(folder, tmp_path, capsys):
     assert "no prompt" in capsys.readouterr().err
     assert main([str(folder), "--prompts", str(tmp_path / "absent"), *OPTIONS]) == 2
     assert "a file of prompts" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     assert main([str(tmp_path), "ab", *OPTIONS]) == 2
     assert "no tokenizer" in capsys.readouterr().err
     assert main([str(folder), "ab", "c" * 600, *OPTIONS]) == 1
     shown = capsys.readouterr().out
     assert "refused" in shown and "at most 512 tokens together" in shown
     assert torch.is_grad_enabled()
+
+
+def test_pieces_of_text_never_split_a_character_and_add_up_to_the_text(folder):
+    tokenizer = load_tokenizer(folder)
+    text = "né 日本 \U0001f642 x" * 50
+    ids = tokenizer(text)["input_ids"]
+    pieces = TextPieces(tokenizer)
+    given = [pieces.add(token) for token in ids]
+    assert "".join(given) == text and pieces.rest() == ""
+    assert not any("\ufffd" in piece for piece in given)
+    assert given.count("") > 300
+    cut = TextPieces(tokenizer, ids[:5])
+    assert [cut.add(token) for token in tokenizer("日")["input_ids"][:2]] == ["", ""] and "\ufffd" in cut.rest()
+
+
+def test_the_text_of_a_first_token_is_that_after_the_prompt():
+    class Joined:
+        """As decoders of SentencePiece: a space before each word but the first one of a text."""
+
+        def decode(self, ids, **_):
+            return " ".join(f"w{number}" for number in ids)
+
+    assert "".join(TextPieces(Joined()).add(number) for number in (7,)) == "w7"
+    after = TextPieces(Joined(), [1, 2, 3, 4, 5, 6])
+    assert [after.add(7), after.add(8)] == [" w7", " w8"]
+
+
+def test_long_stop_strings_hold_back_no_more_than_their_length(folder, expected):
+    tokenizer, engine = load_tokenizer(folder), Engine(folder, device="cpu")
+    params = SamplingParams(repetition_penalty=5.0, stop=("absent", expected[6:8]))
+    ids = tokenizer("ab")["input_ids"]
+    pieces = list(streamed_text(engine.stream(ids, max_new_tokens=16, params=params), tokenizer, ids, params))
+    assert "".join(pieces) == expected[: expected.index(expected[6:8])]
+    never = SamplingParams(repetition_penalty=5.0, stop=("absent",))
+    pieces = list(streamed_text(engine.stream(ids, max_new_tokens=16, params=never), tokenizer, ids, never))
+    assert "".join(pieces) == expected
+    assert len(pieces) > 2
+
+
+def test_prompts_come_from_standard_input_too(folder, expected, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab\r\n")))
+    assert main([str(folder), "--prompts", "-", *OPTIONS]) == 0
+    assert capsys.readouterr().out == f"ab{expected}\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    assert main([str(folder), "--prompts", "-", *OPTIONS]) == 2
+    assert "--prompts - is empty" in capsys.readouterr().err
+
+
+def test_text_that_is_no_unicode_is_refused(folder, tmp_path, capsys):
+    assert main([str(folder), "a\udcffb", *OPTIONS]) == 2
+    assert "not valid Unicode at character 1" in capsys.readouterr().err
+    (tmp_path / "latin").write_bytes("né".encode("latin-1"))
+    assert main([str(folder), "--prompts", str(tmp_path / "latin"), *OPTIONS]) == 2
+    assert "a file of prompts in UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--device", "nonsense"], "device 'nonsense'"),
+        (["--device", "cuda:17"], "device 'cuda:17'"),
+        (["--max-new-tokens", "0"], "max_new_tokens=0"),
+        (["--max-new-tokens", "9999"], "at most 512 tokens together"),
+        (["--temperature", "nan"], "temperature=nan"),
+        (["--stop", ""], "stop=('',)"),
+        (["--max-batch", "0"], "max_batch=0"),
+        (["--max-length", "100000"], "max_length=100000"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_anything_is_printed(folder, capsys, options, message):
+    assert main([str(folder), "ab", "--device", "cpu", *options]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err and "remedy:" in shown.err
+    assert shown.out == ""
+
+
+def test_directories_that_are_no_models_are_named(folder, tmp_path, capsys):
+    assert main(["Qwen/Qwen3-0.6B", "ab", *OPTIONS]) == 2
+    assert "no directory Qwen/Qwen3-0.6B" in capsys.readouterr().err
+    for name, contents, message in (
+        ("tokenizer.json", b"{", "transformers cannot read"),
+        ("config.json", b"{", "cannot be read"),
+        ("config.json", b'{"model_type": "gpt2"}', "model_type 'gpt2'"),
+        ("model.safetensors", b"\x00" * 40, "cannot be read"),
+        ("config.json", b'{"model_type": "llama", "vocab_size": null}', "LlamaConfig refuses"),
+        ("model.safetensors.index.json", b"{}", "without a weight_map"),
+        ("model.safetensors.index.json", b"[]", "not a JSON object"),
+    ):
+        copy = tmp_path / "copy"
+        shutil.copytree(folder, copy)
+        (copy / name).write_bytes(contents)
+        assert main([str(copy), "ab", *OPTIONS]) == 2, name
+        assert message in capsys.readouterr().err
+        shutil.rmtree(copy)
+
+
+def test_a_reader_that_leaves_and_ctrl_c_end_it_quietly(folder):
+    command = [sys.executable, "tools/generate.py", str(folder), "ab", "--max-new-tokens", "400", "--device", "cpu", "--stats"]
+    options = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    assert len(process.stdout.read(3)) == 3
+    process.stdout.close()
+    error = process.stderr.read().decode()
+    assert process.wait(timeout=60) == 0 and "Traceback" not in error, error
+    process = subprocess.Popen([*command, "--temperature", "9"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    assert len(process.stdout.read(3)) == 3
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode in (130, 0) and b"Traceback" not in error, error
+    assert b"tokens/s" in error and (process.returncode == 0 or b"interrupted" in error)
