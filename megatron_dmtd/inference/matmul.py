@@ -1,7 +1,7 @@
 """Products of few rows and a weight matrix: the fastest of several ways, found by measuring them on this machine.
 
-All of them read the weights as they are stored, `[out, in]`, so that no second copy is needed. Which one wins depends on the
-number of rows: `linear` collapses at four rows of fp32 on a CPU, the native kernel is limited by arithmetic beyond eight.
+All of them read the weights as they are stored, `[out, in]`, so that no second copy is needed. Up to eight rows the native
+kernel is bound by reading the weights, and the others can only be slower; which one wins beyond that is measured.
 
 Shape legend: R rows.
 """
@@ -15,8 +15,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch.nn import functional
 
+#: At most so many rows always go the native way: on a busy machine a measurement would choose at random.
+FEW_ROWS = 8
 #: Numbers of rows that are measured; a product uses the way that won at the next larger one.
-ROW_COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 64)
+ROW_COUNTS = (12, 16, 24, 32, 64)
 #: Calls per way and number of rows; the fastest counts, since other work on the machine only makes calls slower.
 TRIALS = 5
 #: Another way is taken only where it takes less than this share of the native kernel's time: measurements are never quiet.
@@ -41,14 +43,16 @@ class FastestMatmul:
         self.measured_ms: dict[int, dict[str, float]] = {}
         """Milliseconds of each way for all `weights` once, by number of rows."""
         enough = next((count for count in ROW_COUNTS if count >= max_rows), ROW_COUNTS[-1])
-        for rows in (count for count in ROW_COUNTS if count <= enough):
+        for rows in (count for count in ROW_COUNTS if max_rows > FEW_ROWS and count <= enough):
             key = (rows, torch.get_num_threads(), tuple((weight.shape, weight.dtype) for weight in weights))
             if key not in _MEASURED_MS:
                 _MEASURED_MS[key] = fastest_ms(self.ways, weights, rows)
             self.measured_ms[rows] = _MEASURED_MS[key]
-        self._chosen = [self._choice(rows) for rows in range(max(self.measured_ms) + 1)]
+        self._chosen = [self._choice(rows) for rows in range(max(self.measured_ms, default=FEW_ROWS) + 1)]
 
     def _choice(self, rows: int) -> str:
+        if rows <= FEW_ROWS:
+            return "native"
         times = self.measured_ms[next(count for count in self.measured_ms if count >= rows)]
         best = min(times, key=lambda name: times[name])
         return best if times[best] < CLEARLY_FASTER * times["native"] else "native"

@@ -146,3 +146,13 @@ def test_a_missing_or_failing_compiler_is_named(monkeypatch):
     monkeypatch.setattr(build, "COMPILERS", ("false",))
     with pytest.raises(CapabilityError, match="cannot compile"):
         build.load_kernels.__wrapped__()
+
+
+def test_few_rows_go_the_native_way_whatever_is_measured_and_more_the_fastest():
+    few = FastestMatmul(load_kernels(), [torch.randn(38, 53)], max_rows=8)
+    assert few.measured_ms == {} and few.way(8) == "native" and few.way(9) == "linear"
+    more = FastestMatmul(load_kernels(), [torch.randn(38, 53)], max_rows=20)
+    assert list(more.measured_ms) == [12, 16, 24]
+    more.measured_ms[16] = {"native": 1.0, "linear": 0.8, "transposed": 0.95}
+    more.measured_ms[24] = {"native": 1.0, "linear": 0.95, "transposed": 2.0}
+    assert [more._choice(rows) for rows in (1, 8, 13, 16, 17, 24)] == ["native", "native", "linear", "linear", "native", "native"]

@@ -28,7 +28,7 @@ from megatron_dmtd.cycle import VANILLA, VARIANTS
 from megatron_dmtd.errors import DMTDError
 from megatron_dmtd.hf import DMTDQwen3Config
 from megatron_dmtd.inference import Engine, EngineConfig, SamplingParams
-from megatron_dmtd.inference.matmul import FastestMatmul, fastest_ms
+from megatron_dmtd.inference.matmul import FEW_ROWS, ROW_COUNTS, FastestMatmul, fastest_ms
 from megatron_dmtd.inference.native.build import load_kernels
 from megatron_dmtd.inference.planner import Method
 from megatron_dmtd.inference.weights import ModelWeights, build_model, model_shape, tensor_shapes
@@ -253,7 +253,7 @@ def show_kernels(model: ModelWeights, max_rows: int) -> dict:
     sample = [matrix for layer in model.layers[:2] for matrix in layer.matrices]
     fastest = FastestMatmul(load_kernels(), sample, max_rows=max_rows)
     table = {}
-    for rows in fastest.measured_ms:
+    for rows in (1, 2, 4, *(rows for rows in (FEW_ROWS, *ROW_COUNTS) if rows <= max_rows)):
         packed = {id(weight): torch.ops.mkldnn._reorder_linear_weight(weight, rows) for weight in sample}
 
         def onednn(out, x, weight, bias, residual, packed=packed) -> None:

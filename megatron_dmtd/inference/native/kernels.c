@@ -9,46 +9,41 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define LANES 16
-/* What stays in registers: sums of products of three rows of w and TILE_ROWS of x, each LANES_OF_SUM wide; queries of attention. */
+/* The width of vectors is the hardware's: of wider ones compilers make slow code. What stays in registers follows from it: sums of
+   three rows of w times TILE_ROWS of x, or sums of MAX_QUERIES queries times STEP entries. */
 #ifdef __AVX512F__
-#define LANES_OF_SUM 16
+#define LANES 16
 #define TILE_ROWS 8
 #define MAX_QUERIES 8
 #else
-#define LANES_OF_SUM 8
+#define LANES 8
 #define TILE_ROWS 4
 #define MAX_QUERIES 4
 #endif
+#define STEP 16
+#define VECTORS (STEP / LANES)
 #define INLINE static inline __attribute__((always_inline))
 
-typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
 typedef float quad __attribute__((vector_size(16), aligned(4), may_alias));
-typedef float sum_vec __attribute__((vector_size(4 * LANES_OF_SUM), aligned(4), may_alias));
-typedef uint16_t half_vec __attribute__((vector_size(2 * LANES_OF_SUM), aligned(2), may_alias));
-typedef uint32_t bits_vec __attribute__((vector_size(4 * LANES_OF_SUM)));
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t half_vec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef uint32_t bits_vec __attribute__((vector_size(4 * LANES)));
 typedef int64_t i64;
 
 INLINE float sum_of(vec v) {
-  float total = 0;
-  for (int lane = 0; lane < LANES; lane++) total += v[lane];
-  return total;
+  const quad *parts = (const quad *)&v;
+  quad total = parts[0];
+  for (int part = 1; part < LANES / 4; part++) total += parts[part];
+  return (total[0] + total[2]) + (total[1] + total[3]);
 }
 
 INLINE vec load(const float *p) { return *(const vec *)p; }
 
-INLINE float total_of(sum_vec v) {
-  const quad *parts = (const quad *)&v;
-  quad total = parts[0];
-  for (int part = 1; part < LANES_OF_SUM / 4; part++) total += parts[part];
-  return (total[0] + total[2]) + (total[1] + total[3]);
-}
-
 /* A vector of weights as fp32: bfloat16 is the upper half of an fp32. */
-INLINE sum_vec load_weights(const void *w, i64 index, const int is_bf16) {
-  if (!is_bf16) return *(const sum_vec *)((const float *)w + index);
+INLINE vec load_weights(const void *w, i64 index, const int is_bf16) {
+  if (!is_bf16) return *(const vec *)((const float *)w + index);
   bits_vec bits = __builtin_convertvector(*(const half_vec *)((const uint16_t *)w + index), bits_vec) << 16;
-  return (sum_vec)bits;
+  return (vec)bits;
 }
 
 INLINE float load_weight(const void *w, i64 index, const int is_bf16) {
@@ -91,16 +86,16 @@ static float *scratch_of(i64 size) {
 /* Adds the products of M rows of x and B rows of w, `stream` numbers apart, over `num` columns, to sums[B][M]. Every weight is
    loaded once and serves M rows. `packed` holds x one vector at a time, row beside row. With every vector, what lies at `next` is
    fetched, and `pace` bytes further with the following one. */
-INLINE void tile(const float *packed, const void *w, i64 stream, i64 num, const char *next, i64 pace, sum_vec *sums, const int M,
+INLINE void tile(const float *packed, const void *w, i64 stream, i64 num, const char *next, i64 pace, vec *sums, const int M,
                  const int B, const int is_bf16) {
   const int bytes = is_bf16 ? 2 : 4;
-  sum_vec acc[3][TILE_ROWS];
+  vec acc[3][TILE_ROWS];
 #pragma GCC unroll 3
   for (int b = 0; b < B; b++)
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) acc[b][m] = sums[b * M + m];
-  for (i64 k = 0; k < num; k += LANES_OF_SUM, next += pace) {
-    sum_vec wv[3];
+  for (i64 k = 0; k < num; k += LANES, next += pace) {
+    vec wv[3];
 #pragma GCC unroll 3
     for (int b = 0; b < B; b++) {
       wv[b] = load_weights(w, b * stream + k, is_bf16);
@@ -109,7 +104,7 @@ INLINE void tile(const float *packed, const void *w, i64 stream, i64 num, const 
     }
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
-      sum_vec xv = *(const sum_vec *)(packed + k * M + m * LANES_OF_SUM);
+      vec xv = *(const vec *)(packed + k * M + m * LANES);
       KEEP(xv);
 #pragma GCC unroll 3
       for (int b = 0; b < B; b++) {
@@ -124,11 +119,11 @@ INLINE void tile(const float *packed, const void *w, i64 stream, i64 num, const 
     for (int m = 0; m < M; m++) sums[b * M + m] = acc[b][m];
 }
 
-typedef void (*Tile)(const float *, const void *, i64, i64, const char *, i64, sum_vec *);
+typedef void (*Tile)(const float *, const void *, i64, i64, const char *, i64, vec *);
 
 #define DEFINE_TILE(NAME, M, B, IS_BF16) \
   static void NAME##_##M##_##B(const float *packed, const void *w, i64 stream, i64 num, const char *next, i64 pace, \
-                               sum_vec *sums) { \
+                               vec *sums) { \
     tile(packed, w, stream, num, next, pace, sums, M, B, IS_BF16); \
   }
 #define DEFINE_TILES(M, B) DEFINE_TILE(tile, M, B, 0) DEFINE_TILE(half_tile, M, B, 1)
@@ -148,8 +143,8 @@ static const Tile TILES[2][2][TILE_ROWS] = {TILES_OF(tile), TILES_OF(half_tile)}
 
 /* Columns [0, whole) of the rows of a tile, a vector at a time, row beside row: rows as they lie may share cache sets. */
 static void pack(const float *x, float *packed, i64 rows, i64 K, i64 whole) {
-  for (i64 k = 0; k < whole; k += LANES_OF_SUM)
-    for (i64 m = 0; m < rows; m++) *(sum_vec *)(packed + k * rows + m * LANES_OF_SUM) = *(const sum_vec *)(x + m * K + k);
+  for (i64 k = 0; k < whole; k += LANES)
+    for (i64 m = 0; m < rows; m++) *(vec *)(packed + k * rows + m * LANES) = *(const vec *)(x + m * K + k);
 }
 
 /* One product, as its tiles see it. */
@@ -164,11 +159,11 @@ typedef struct {
 static i64 rows_of_tile(const Product *p, i64 first) { return p->R - first < TILE_ROWS ? p->R - first : TILE_ROWS; }
 
 /* Sums to outputs, with the columns after the last whole vector. */
-static void finish(const Product *p, const sum_vec *sums, i64 first, i64 rows, i64 row, i64 count) {
+static void finish(const Product *p, const vec *sums, i64 first, i64 rows, i64 row, i64 count) {
   for (i64 b = 0; b < count; b++)
     for (i64 m = 0; m < rows; m++) {
       i64 column = row + b * p->third, at = (first + m) * p->N + column;
-      float total = total_of(sums[b * rows + m]);
+      float total = sum_of(sums[b * rows + m]);
       for (i64 k = p->whole; k < p->K; k++) total += load_weight(p->w, column * p->K + k, p->is_bf16) * p->x[(first + m) * p->K + k];
       p->out[at] = total + (p->bias ? p->bias[column] : 0) + (p->residual ? p->residual[at] : 0);
     }
@@ -177,18 +172,18 @@ static void finish(const Product *p, const sum_vec *sums, i64 first, i64 rows, i
 /* Rows [row, row + num) of w, and with `count` 3 those one and two thirds further, times all rows of x. While the rows of x pass
    over one block of weights, the next block is fetched, in equal parts. */
 static void multiply(const Product *p, i64 row, i64 num, i64 count) {
-  sum_vec sums[(MOST_ROWS / TILE_ROWS) * GROUP][3 * TILE_ROWS];
+  vec sums[(MOST_ROWS / TILE_ROWS) * GROUP][3 * TILE_ROWS];
   i64 num_tiles = (p->R + TILE_ROWS - 1) / TILE_ROWS, step = num_tiles > 1 ? BLOCK_K : p->whole, bytes = p->is_bf16 ? 2 : 4;
   const char *w = p->w;
   memset(sums, 0, sizeof sums[0] * (size_t)(num_tiles * GROUP));
   for (i64 begin = 0; begin < p->whole; begin += step) {
     i64 size = begin + step < p->whole ? step : p->whole - begin, is_last = begin + size == p->whole;
     for (i64 t = 0; t < num_tiles; t++) {
-      i64 first = t * TILE_ROWS, rows = rows_of_tile(p, first), pace = LANES_OF_SUM * bytes / num_tiles;
+      i64 first = t * TILE_ROWS, rows = rows_of_tile(p, first), pace = LANES * bytes / num_tiles;
       Tile add = TILES[p->is_bf16][count == 3][rows - 1];
       for (i64 n = 0; n < num; n++) {
         const char *here = w + ((row + n) * p->K + begin) * bytes, *next = here + AHEAD_BYTES;
-        if (num_tiles > 1) next = (is_last ? w + (row + n + num) * p->K * bytes : here + size * bytes) + t * pace * (step / LANES_OF_SUM);
+        if (num_tiles > 1) next = (is_last ? w + (row + n + num) * p->K * bytes : here + size * bytes) + t * pace * (step / LANES);
         add(p->packed + first * p->whole + begin * rows, here, p->third * p->K, size, next, pace, sums[t * GROUP + n]);
       }
     }
@@ -201,7 +196,7 @@ static void multiply(const Product *p, i64 row, i64 num, i64 count) {
    Rows of w that are taken together lie N / 3 apart, so that each thread reads three long streams, which prefetching follows. */
 static void multiply_some(const float *x, const void *w, const float *bias, const float *residual, float *out, i64 R, i64 K, i64 N,
                           int is_bf16) {
-  i64 third = N / 3, whole = K / LANES_OF_SUM * LANES_OF_SUM, group = R > TILE_ROWS ? GROUP : 1;
+  i64 third = N / 3, whole = K / LANES * LANES, group = R > TILE_ROWS ? GROUP : 1;
   float *packed = scratch_of(R * whole);
   Product p = {x, packed, bias, residual, w, out, R, K, N, whole, third, is_bf16};
   for (i64 first = 0; first < R; first += TILE_ROWS)
@@ -226,7 +221,7 @@ void dmtd_matmul(const float *x, const void *w, const float *bias, const float *
 
 /* e^x by 2^n p(f), |f| <= 1/2: relative error below 2e-7 for x in [-87, 88], which it is clamped to. */
 INLINE vec exp_of(vec x) {
-  typedef int32_t int_vec __attribute__((vector_size(64)));
+  typedef int32_t int_vec __attribute__((vector_size(4 * LANES)));
   int_vec low = x < -87.0f, high = x > 88.0f;
   x = (vec)(((int_vec)x & ~low & ~high) | ((int_vec)(x * 0 - 87.0f) & low) | ((int_vec)(x * 0 + 88.0f) & high));
   vec y = x * 1.44269504088896341f;
@@ -242,7 +237,7 @@ INLINE vec exp_of(vec x) {
   return p * (vec)((n + 127) << 23);
 }
 
-/* Sixteen numbers, or the `count` that are left. */
+/* A vector of numbers, or the `count` that are left. */
 INLINE vec load_some(const float *p, i64 count) {
   if (count >= LANES) return load(p);
   float some[LANES] = {0};
@@ -316,35 +311,52 @@ void dmtd_rotate_and_store(float *qkv, const float *q_norm, const float *k_norm,
     }
 }
 
-/* Scores of NQ queries with the T entries of one page. Score rows lie `stride` apart. */
-INLINE void score_page(const float *q, const float *k_page, float *scores, i64 stride, i64 E, i64 T, const int NQ) {
-  for (i64 t = 0; t < T; t += LANES) {
-    vec acc[MAX_QUERIES];
+/* Scores of NQ queries with the T entries of one page. Score rows lie `stride` apart. The next page is fetched meanwhile: pages of
+   one key head lie far apart. */
+INLINE void score_page(const float *q, const float *k_page, const float *next, float *scores, i64 stride, i64 E, i64 T, const int NQ) {
+  for (i64 t = 0; t < T; t += STEP) {
+    vec acc[MAX_QUERIES][VECTORS];
 #pragma GCC unroll 8
-    for (int j = 0; j < NQ; j++) acc[j] = (vec){0};
+    for (int j = 0; j < NQ; j++)
+#pragma GCC unroll 2
+      for (int v = 0; v < VECTORS; v++) acc[j][v] = (vec){0};
     for (i64 e = 0; e < E; e++) {
-      vec kv = load(k_page + e * T + t);
+      __builtin_prefetch(next + e * T + t);
+#pragma GCC unroll 2
+      for (int v = 0; v < VECTORS; v++) {
+        vec keys = load(k_page + e * T + t + v * LANES);
 #pragma GCC unroll 8
-      for (int j = 0; j < NQ; j++) acc[j] += q[j * E + e] * kv;
+        for (int j = 0; j < NQ; j++) acc[j][v] += q[j * E + e] * keys;
+      }
     }
 #pragma GCC unroll 8
-    for (int j = 0; j < NQ; j++) *(vec *)(scores + j * stride + t) = acc[j];
+    for (int j = 0; j < NQ; j++)
+#pragma GCC unroll 2
+      for (int v = 0; v < VECTORS; v++) *(vec *)(scores + j * stride + t + v * LANES) = acc[j][v];
   }
 }
 
-/* Adds the values of one page, weighted, to NQ outputs. */
-INLINE void add_page(const float *weights, const float *v_page, float *out, i64 stride, i64 E, i64 T, const int NQ) {
-  for (i64 e = 0; e < E; e += LANES) {
-    vec acc[MAX_QUERIES];
+/* Adds the values of one page, weighted, to NQ outputs; the next page is fetched. */
+INLINE void add_page(const float *weights, const float *v_page, const float *next, float *out, i64 stride, i64 E, i64 T, const int NQ) {
+  for (i64 e = 0; e < E; e += STEP) {
+    vec acc[MAX_QUERIES][VECTORS];
 #pragma GCC unroll 8
-    for (int j = 0; j < NQ; j++) acc[j] = load(out + j * E + e);
+    for (int j = 0; j < NQ; j++)
+#pragma GCC unroll 2
+      for (int v = 0; v < VECTORS; v++) acc[j][v] = load(out + j * E + e + v * LANES);
     for (i64 t = 0; t < T; t++) {
-      vec value = load(v_page + t * E + e);
+      __builtin_prefetch(next + t * E + e);
+#pragma GCC unroll 2
+      for (int v = 0; v < VECTORS; v++) {
+        vec values = load(v_page + t * E + e + v * LANES);
 #pragma GCC unroll 8
-      for (int j = 0; j < NQ; j++) acc[j] += weights[j * stride + t] * value;
+        for (int j = 0; j < NQ; j++) acc[j][v] += weights[j * stride + t] * values;
+      }
     }
 #pragma GCC unroll 8
-    for (int j = 0; j < NQ; j++) *(vec *)(out + j * E + e) = acc[j];
+    for (int j = 0; j < NQ; j++)
+#pragma GCC unroll 2
+      for (int v = 0; v < VECTORS; v++) *(vec *)(out + j * E + e + v * LANES) = acc[j][v];
   }
 }
 
@@ -398,6 +410,10 @@ typedef struct {
   i64 H, G, E, T, first_out;
 } Attention;
 
+static const float *page_of(const float *pool, const Attention *a, i64 number, i64 group) {
+  return pool + (a->pages[number] * a->G + group) * a->E * a->T;
+}
+
 /* Queries `query_rows[0..n)` of one chunk whose rows are [chunk_begin, chunk_end), against one key head. */
 static void attend_one(const Attention *a, const i64 *query_rows, i64 n, i64 chunk_begin, i64 chunk_end, i64 group) {
   i64 H = a->H, G = a->G, E = a->E, T = a->T, width = (H + 2 * G) * E, per_group = H / G, num_queries = n * per_group;
@@ -417,10 +433,10 @@ static void attend_one(const Attention *a, const i64 *query_rows, i64 n, i64 chu
   }
   memset(out, 0, (size_t)(num_queries * E) * sizeof(float));
   for (i64 p = 0; p < num_pages; p++) {
-    const float *k_page = a->k_pool + (a->pages[p] * G + group) * E * T;
+    const float *k_page = page_of(a->k_pool, a, p, group), *next = page_of(a->k_pool, a, p + 1 < num_pages ? p + 1 : p, group);
     for (i64 j = 0; j < num_queries; j += MAX_QUERIES) {
       i64 count = num_queries - j < MAX_QUERIES ? num_queries - j : MAX_QUERIES;
-#define SCORE(NQ) score_page(q + j * E, k_page, scores + j * stride + p * T, stride, E, T, NQ)
+#define SCORE(NQ) score_page(q + j * E, k_page, next, scores + j * stride + p * T, stride, E, T, NQ)
       EACH_COUNT(SCORE)
     }
   }
@@ -431,10 +447,10 @@ static void attend_one(const Attention *a, const i64 *query_rows, i64 n, i64 chu
     inverse[j] = soften(paged, num_paged, a->history[row], local, num_local, a->begin[row] - chunk_begin, a->end[row] - chunk_begin);
   }
   for (i64 p = 0; p < num_pages; p++) {
-    const float *v_page = a->v_pool + (a->pages[p] * G + group) * T * E;
+    const float *v_page = page_of(a->v_pool, a, p, group), *next = page_of(a->v_pool, a, p + 1 < num_pages ? p + 1 : p, group);
     for (i64 j = 0; j < num_queries; j += MAX_QUERIES) {
       i64 count = num_queries - j < MAX_QUERIES ? num_queries - j : MAX_QUERIES;
-#define ADD(NQ) add_page(scores + j * stride + p * T, v_page, out + j * E, stride, E, T, NQ)
+#define ADD(NQ) add_page(scores + j * stride + p * T, v_page, next, out + j * E, stride, E, T, NQ)
       EACH_COUNT(ADD)
     }
   }
