@@ -29,6 +29,7 @@ SAME_LAYER = {
     ("config", "errors"),
     ("config", "cycle"),
     ("models", "parallel"),  # a stage's layers are those of its placement
+    ("quickstart", "inference"),  # its report decodes with the engine
     ("conversion", "training"),  # checkpoints lie where training.paths says
 }
 MEGATRON_ROOMS = {"platform", "models", "parallel", "data", "training", "conversion"}

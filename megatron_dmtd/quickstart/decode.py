@@ -1,7 +1,8 @@
 """Continue held-out prompts with the exported models, in cycles and in the ordinary way, and measure both.
 
-Both models run in this process, on the same device and threads, by transformers' `generate`, greedily, one prompt at a time, and
-take turns: what changes on the machine meanwhile changes both.
+The decoding engine decodes, greedily, one prompt at a time. Speed is that of the same weights in cycles and as an ordinary
+decoder, in this process, on the same device and threads, taking turns: what changes on the machine meanwhile changes both.
+transformers' forward pass over the whole text checks what was decoded.
 
 Shape legend: N tokens of prompt and continuation, n of the continuation, V vocabulary.
 """
@@ -9,6 +10,7 @@ Shape legend: N tokens of prompt and continuation, n of the continuation, V voca
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import time
@@ -21,9 +23,10 @@ from tqdm import tqdm
 
 from megatron_dmtd.data.token_file import TokenFile
 from megatron_dmtd.errors import DataError
+from megatron_dmtd.inference import Engine, EngineConfig, SamplingParams
 from megatron_dmtd.platform import Platform
 from megatron_dmtd.quickstart.parts import progress_bar
-from megatron_dmtd.quickstart.plan import DMTD, MODELS, Plan
+from megatron_dmtd.quickstart.plan import CONTROL, DMTD, MODELS, Plan
 
 PROMPT_TOKENS = 62  # ends inside a cycle of four, as most prompts do
 
@@ -43,8 +46,9 @@ def heldout_prompts(prefix: str, *, count: int, num_tokens: int = PROMPT_TOKENS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoder:
-    """An exported model as any user of transformers loads it."""
+    """An exported model: in the engine, and as any user of transformers loads it."""
 
+    engine: Engine
     model: Any
     tokenizer: Any
     platform: Platform
@@ -58,26 +62,22 @@ def load(directory: Path, platform: Platform) -> Decoder:
 
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     model = model.to(platform.device).eval()
-    return Decoder(model=model, tokenizer=AutoTokenizer.from_pretrained(directory), platform=platform)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    return Decoder(engine=load_engine(directory, platform), model=model, tokenizer=tokenizer, platform=platform)
 
 
-def generate(decoder: Decoder, prompt: list[int], *, new_tokens: int) -> tuple[list[int], float]:
-    """Exactly `new_tokens` greedy tokens after `prompt`, and the seconds they took."""
-    ids = torch.tensor([prompt], device=decoder.platform.device)
-    decoder.platform.synchronize()
+def load_engine(directory: Path, platform: Platform, *, variant: str | None = None) -> Engine:
+    """The engine for one prompt at a time, which remembers none."""
+    config = EngineConfig(max_batch=1, prefix_caching=False)
+    return Engine(directory, config, device=str(platform.device), variant=variant)
+
+
+def generate(engine: Engine, prompt: list[int], *, new_tokens: int, eos_token_id: int) -> tuple[list[int], float]:
+    """Exactly `new_tokens` greedy tokens after `prompt`, EOS forbidden, and the seconds they took."""
+    params = SamplingParams(ignore_eos=True, logit_bias={eos_token_id: -math.inf})
     started = time.perf_counter()
-    output = decoder.model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        # forbids EOS, so that both models decode the same number of tokens
-        min_new_tokens=new_tokens,
-        max_new_tokens=new_tokens,
-        eos_token_id=decoder.tokenizer.eos_token_id,
-        pad_token_id=decoder.tokenizer.pad_token_id,
-    )
-    decoder.platform.synchronize()
-    return output[0, len(prompt) :].tolist(), time.perf_counter() - started
+    tokens = [event.token_id for event in engine.stream(prompt, max_new_tokens=new_tokens, params=params)]
+    return tokens, time.perf_counter() - started
 
 
 @torch.inference_mode()
@@ -89,12 +89,12 @@ def agreement(decoder: Decoder, prompt: list[int], continuation: list[int]) -> i
     return int((logits_nV.argmax(dim=-1).cpu() == torch.tensor(continuation)).sum())
 
 
-def _time(decoders: dict[str, Decoder], prompt: list[int], plan: Plan, bar: tqdm) -> dict[str, list[float]]:
+def _time(engines: dict[str, Engine], prompt: list[int], eos_token_id: int, plan: Plan, bar: tqdm) -> dict[str, list[float]]:
     """Tokens per second of each timed decoding, by model."""
-    rates: dict[str, list[float]] = {name: [] for name in decoders}
+    rates: dict[str, list[float]] = {name: [] for name in engines}
     for run in range(plan.timed_runs + 1):
-        for name, decoder in decoders.items():
-            _, seconds = generate(decoder, prompt, new_tokens=plan.new_tokens)
+        for name, engine in engines.items():
+            _, seconds = generate(engine, prompt, new_tokens=plan.new_tokens, eos_token_id=eos_token_id)
             if run > 0:  # the first one warms up
                 rates[name].append(plan.new_tokens / seconds)
             bar.update()
@@ -104,7 +104,7 @@ def _time(decoders: dict[str, Decoder], prompt: list[int], plan: Plan, bar: tqdm
 def _continue(decoder: Decoder, prompts: list[list[int]], plan: Plan, bar: tqdm) -> dict[str, Any]:
     texts, agreeing = [], 0
     for prompt in prompts:
-        ids, _ = generate(decoder, prompt, new_tokens=plan.new_tokens)
+        ids, _ = generate(decoder.engine, prompt, new_tokens=plan.new_tokens, eos_token_id=decoder.tokenizer.eos_token_id)
         texts.append(decoder.tokenizer.decode(ids))
         agreeing += agreement(decoder, prompt, ids)
         bar.update()
@@ -117,14 +117,16 @@ def decode_all(plan: Plan, platform: Platform, *, output: Path) -> None:
     torch.set_num_threads(1)
     prompts = heldout_prompts(plan.heldout_prefix, count=plan.prompts)
     decoders = {name: load(plan.export_directory(name), platform) for name in MODELS}
+    cycled = decoders[DMTD]
+    ordinary = load_engine(plan.export_directory(DMTD), platform, variant="vanilla")
     total = len(MODELS) * (plan.timed_runs + 1 + len(prompts))
     with progress_bar(total=total, unit="run", desc="  decoding") as bar:
-        rates = _time(decoders, prompts[0], plan, bar)
+        rates = _time({DMTD: cycled.engine, CONTROL: ordinary}, prompts[0], cycled.tokenizer.eos_token_id, plan, bar)
         models = {name: _continue(decoder, prompts, plan, bar) for name, decoder in decoders.items()}
     for name in MODELS:
         models[name] |= {"tokens_per_s": statistics.median(rates[name]), "tokens_per_s_runs": rates[name]}
     record = {
-        "prompts": [decoders[DMTD].tokenizer.decode(prompt) for prompt in prompts],
+        "prompts": [cycled.tokenizer.decode(prompt) for prompt in prompts],
         "prompt_tokens": PROMPT_TOKENS,
         "new_tokens": plan.new_tokens,
         "device": platform.describe(),

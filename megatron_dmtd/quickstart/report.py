@@ -46,8 +46,9 @@ while every layer of `vanilla` knows every token: the difference is what look-ah
 
 ## Decoding
 
-{new_tokens} greedy tokens after {prompt_tokens}, one prompt at a time, by transformers' `generate` on the exported models.
-Both ran in one process on {device}, taking turns. Median of {runs} runs each.
+{new_tokens} greedy tokens after {prompt_tokens}, one prompt at a time, by the decoding engine (`megatron_dmtd.inference`): the
+weights of `{dmtd}` in cycles, and the same weights as an ordinary decoder. Both ran in one process on {device}, taking turns.
+Median of {runs} runs each.
 
 | | tokens/s | runs |
 | --- | --- | --- |
@@ -57,7 +58,7 @@ Cycled against vanilla: **{speedup:.2f}x**. By layers run per token alone it wou
 the head, and the work around the layers, are the same for both.
 
 What decodes is what was trained: {agreeing} of {decoded} tokens decoded in cycles are also the first choice
-of one teacher-forced forward pass over the whole text (vanilla: {agreeing_control} of {decoded}).
+of one teacher-forced forward pass of transformers over the whole text (the control: {agreeing_control} of {decoded}).
 
 ## Continuations of held-out text
 
