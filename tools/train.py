@@ -1,6 +1,6 @@
 """Pretrain, or continue the training of, a Parallel DMTD model.
 
-    python tools/train.py --config examples/quickstart/model.yaml --data.train '[data/train]'
+    python tools/train.py --config examples/quickstart/base.yaml --data.train '[data/train]'
     torchrun --nproc-per-node 2 tools/train.py --config a.yaml --parallel.pipeline 2 --optimizer.lr 1e-4
 
 Settings come from YAML files and from dotted overrides; the later one wins. A run with `checkpoint.dir` goes on from its newest
