@@ -1,6 +1,6 @@
 """What the quickstart runs, where it puts it, and how it is spread over this machine. No torch: plain data.
 
-A decoder is pretrained in the ordinary way. Its weights are continued twice on the same tokens: as a DMTD model and as what it was.
+A decoder is pretrained in the ordinary way, and continued twice on the same tokens: as a DMTD model and as what it was.
 
 Everything lies in one folder: `tokenizer/`, `data/`, one folder per training (`metrics.jsonl`, `checkpoints/`, `train.log`, and
 `export/` but for the base), `decoding.json`, and the report.

@@ -55,7 +55,7 @@ Median of {runs} runs each.
 {speed_rows}
 
 Cycled against vanilla: **{speedup:.2f}x**. By layers run per token alone it would be {bound:.2f}x.
-A model this small spends its time around the layers, not in them; `docs/log.md` has figures of models whose weights are the limit.
+A model this small spends its time around the layers, not in them; `docs/log.md` has figures of large ones.
 
 What decodes is what was trained: {agreeing} of {decoded} tokens decoded in cycles are also the first choice
 of one teacher-forced forward pass of transformers over the whole text (the control: {agreeing_control} of {decoded}).
