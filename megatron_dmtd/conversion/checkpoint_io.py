@@ -26,7 +26,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, cast
 
-import numpy
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -53,7 +52,7 @@ from megatron_dmtd.config import Config, from_yaml, to_yaml
 from megatron_dmtd.conversion.directories import built_aside
 from megatron_dmtd.conversion.overlap import Flusher, SteadyFile, read_ahead
 from megatron_dmtd.conversion.rules import TensorSpec, check_own
-from megatron_dmtd.conversion.weight_files import num_bytes_of
+from megatron_dmtd.conversion.weight_files import map_tensor, num_bytes_of
 from megatron_dmtd.errors import CheckpointError, ConfigError, ConversionError
 from megatron_dmtd.training.checksums import sha256_of, write_checksums
 from megatron_dmtd.training.paths import CONFIG_FILE, METADATA_FILE, write_atomically
@@ -194,9 +193,7 @@ def _mapped(path: Path, offset: int, length: int) -> torch.Tensor:
         if not shape.is_contiguous() or shape.storage_offset() or shape.untyped_storage().nbytes() != shape.nbytes:
             return torch.load(view, map_location="cpu", weights_only=True)
         start = offset + torch._C.PyTorchFileReader(view).get_record_offset("data/0")  # type: ignore[attr-defined]
-    # copy on write: torch has no tensors that may not be written to
-    numbers = numpy.memmap(path, mode="c", dtype=numpy.uint8, offset=start, shape=(shape.nbytes,))
-    return torch.from_numpy(numbers).view(shape.dtype).reshape(shape.shape)
+    return map_tensor(path, start, TensorSpec(tuple(shape.shape), shape.dtype))
 
 
 def _narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:

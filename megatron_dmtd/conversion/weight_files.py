@@ -1,7 +1,7 @@
 """Safetensors files of a model directory, one or indexed shards: read and written tensor by tensor. Knows no model.
 
-Tensors are read with ordinary reads, not through memory maps: mapped pages count as memory of the process until the map is gone,
-and a reader that walks through a large model would seem, to a scheduler, to hold all of it.
+A file is never mapped into memory as a whole: mapped pages count as memory of the process until the map is gone, and a reader who
+walks through a large model would seem, to a scheduler, to hold all of it. One tensor at a time may be.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy
 import torch
 
 from megatron_dmtd.conversion.overlap import Flusher, SteadyFile
@@ -58,6 +59,12 @@ def num_bytes_of(spec: TensorSpec) -> int:
     return math.prod(spec.shape) * spec.dtype.itemsize
 
 
+def map_tensor(path: Path, offset: int, spec: TensorSpec) -> torch.Tensor:
+    """The tensor whose numbers lie at `offset` of a file. Writing to it changes memory, never the file."""
+    numbers = numpy.memmap(path, mode="c", dtype=numpy.uint8, offset=offset, shape=(num_bytes_of(spec),))
+    return torch.from_numpy(numbers).view(spec.dtype).reshape(spec.shape)
+
+
 class WeightFiles:
     """The tensors of a model directory. Opening reads headers only, and checks them, the files' sizes and the index."""
 
@@ -74,6 +81,11 @@ class WeightFiles:
         tensor = torch.empty(spec.shape, dtype=spec.dtype)
         self.read_into(name, tensor)
         return tensor
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """One tensor, as it is stored, mapped into memory for as long as it is used: nothing is copied."""
+        place = self._places[name]
+        return map_tensor(place.path, place.offset, place.spec)
 
     def read_into(self, name: str, target: torch.Tensor) -> None:
         """Read one tensor into a tensor, or a view of one, of as many numbers and the same type."""
