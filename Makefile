@@ -24,7 +24,7 @@ test-slow: $(INSTALLED)  ## The slow tests
 	$(TEST) -m "slow and not gpu"
 
 test-slurm: $(INSTALLED)  ## The tests on a real Slurm of four nodes on this host, but the slow ones (root; docs/slurm.md: what to install)
-	$(TEST) -m "slurm and not slow and not gpu"
+	$(TEST) -m "slurm and not slow and not gpu" $(PYTEST_OPTIONS)
 
 test-gpu: $(INSTALLED)  ## The tests that need a GPU
 	$(TEST) -m gpu
