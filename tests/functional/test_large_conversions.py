@@ -123,7 +123,10 @@ def test_the_real_weights_of_smollm2_go_round_and_still_know_their_capital(smoll
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_logits_of_smollm2_survive_the_import(smollm2, tmp_path):
-    """Megatron on the imported checkpoint against transformers on the file. Level: fp32 tolerance through 30 layers."""
+    """Megatron on the imported checkpoint against transformers on the file.
+
+    Level: fp32 tolerance through 30 layers. Bit for bit equal where this was written; one matrix changed by 1e-4 gives 5e-4.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     made = import_hf(smollm2, tmp_path / "start")
@@ -143,7 +146,7 @@ def test_the_logits_of_smollm2_survive_the_import(smollm2, tmp_path):
     found = found[..., : expected.shape[-1]]
     print(f"logits of standard deviation {expected.std():.2f}; largest difference {(found - expected).abs().max():.1e}")
     assert expected.std() > 2
-    torch.testing.assert_close(found, expected, atol=2e-3, rtol=0)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     assert torch.equal(found.argmax(dim=-1), expected.argmax(dim=-1))
 
 
