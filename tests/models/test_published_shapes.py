@@ -86,14 +86,14 @@ def test_the_published_architecture_has_exactly_the_tensors_that_an_import_asks_
     assert foreign_specs(model, own) == published
 
 
-def four_steps(config: Config) -> list[float]:
+def three_steps(config: Config) -> list[float]:
     from megatron_dmtd.platform import prepare_megatron
     from megatron_dmtd.training import loop
     from megatron_dmtd.training.step import train_step
 
     run = loop.prepare(config, prepare_megatron())
     batches = loop._iterator(run, loop._dataset(config, config.data.train, shuffled=True), first_row=0)
-    return [train_step(run, batches).loss.values()["loss"] for _ in range(4)]
+    return [train_step(run, batches).loss.values()["loss"] for _ in range(3)]
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_qwen3_4b_with_few_layers_takes_real_steps(tmp_path):
         checkpoint={"dir": "", "init_from": ""},
         logging={"dir": ""},
     )
-    (losses,) = run_ranks(1, four_steps, config)
+    (losses,) = run_ranks(1, three_steps, config)
     assert losses[0] == pytest.approx(torch.log(torch.tensor(151936.0)).item(), abs=1.0)
     # The first step's rate is zero, and each step has other rows.
-    assert losses[3] < min(losses[:2]) - 0.3, losses
+    assert losses[2] < min(losses[:2]) - 0.3, losses
