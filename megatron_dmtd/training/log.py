@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from megatron_dmtd.config import LoggingConfig
 from megatron_dmtd.errors import ConfigError, DMTDError
+from megatron_dmtd.training.paths import write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 SUPERSEDED_FILE = "metrics.superseded.jsonl"
@@ -55,15 +56,6 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return records
 
 
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _to_line(record: Mapping[str, Any]) -> str:
     """One JSON line. JSON has no NaN and no infinity, so these are written as the strings "nan", "inf" and "-inf"."""
     finite = {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
@@ -82,13 +74,13 @@ def rewind_metrics(directory: Path, *, resumed_step: int) -> None:
     if superseded:
         with open(directory / SUPERSEDED_FILE, "a") as file:
             file.write("".join(map(_to_line, superseded)))
-    _write_atomically(path, "".join(_to_line(record) for record in records if record["step"] <= resumed_step))
+    write_atomically(path, "".join(_to_line(record) for record in records if record["step"] <= resumed_step))
 
 
 def _wandb_run_id(directory: Path) -> str:
     path = directory / RUN_ID_FILE
     if not path.is_file():
-        _write_atomically(path, uuid.uuid4().hex[:8] + "\n")
+        write_atomically(path, uuid.uuid4().hex[:8] + "\n")
     return path.read_text().strip()
 
 
