@@ -16,26 +16,13 @@ from megatron_dmtd.data.manifest import dump_manifest, manifest_path, read_manif
 from megatron_dmtd.data.merge import merge
 from megatron_dmtd.data.preprocess import PreprocessOptions, preprocess
 from megatron_dmtd.data.token_file import TokenFile
-from megatron_dmtd.data.tokenizer import load_tokenizer, train_bpe
 from megatron_dmtd.errors import DataError
-
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+from tests.support.tokenizers import chat_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer_dir(tmp_path_factory):
-    from tokenizers import AddedToken
-
-    folder = tmp_path_factory.mktemp("tokenizer")
-    train_bpe(["x = 1234567890"], vocab_size=270, output_dir=folder, min_frequency=1)
-    tokenizer = load_tokenizer(folder)
-    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in ("<|im_start|>", "<|im_end|>")])
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"), ["x = 1234567890"], vocab_size=270)
 
 
 @pytest.fixture

@@ -22,28 +22,17 @@ from megatron_dmtd.data.inputs import LinesInput, open_inputs
 from megatron_dmtd.data.manifest import read_manifest
 from megatron_dmtd.data.output import PartialOutput
 from megatron_dmtd.data.preprocess import PreprocessOptions, preprocess
-from megatron_dmtd.data.tokenizer import load_tokenizer, tokenizer_sha256, train_bpe
+from megatron_dmtd.data.tokenizer import load_tokenizer, tokenizer_sha256
 from megatron_dmtd.errors import DataError
+from tests.support.tokenizers import chat_tokenizer
 
 TEXTS = ["the cat sat on the mat\n", "é <|mask|> and <|endoftext|> are text", "def f(x):\n    return x\n"]
 MANY = [f"x = {i}" for i in range(3000)]
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
 def tokenizer_dir(tmp_path_factory):
-    from tokenizers import AddedToken
-
-    folder = tmp_path_factory.mktemp("tokenizer")
-    train_bpe(TEXTS, vocab_size=290, output_dir=folder, min_frequency=1)
-    tokenizer = load_tokenizer(folder)
-    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in ("<|im_start|>", "<|im_end|>")])
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEXTS, vocab_size=290)
 
 
 @pytest.fixture
