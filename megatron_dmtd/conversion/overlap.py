@@ -64,8 +64,7 @@ def _flush(path: Path) -> None:
 class SteadyFile(io.RawIOBase):
     """A new file, written in pieces, whose flushing begins long before it ends, also in the middle of one large tensor.
 
-    Left to itself the system piles up what is written: its memory for files grows, page by page, while the disk stands idle. A
-    gigabyte took three times as long as with flushes on the way.
+    Left to itself the system piles up what is written, and the disk stands idle until the last flush.
     """
 
     def __init__(self, path: Path, flusher: Flusher) -> None:

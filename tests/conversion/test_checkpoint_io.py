@@ -1,6 +1,7 @@
 """Our reader and writer against Megatron's own, with the real model on two ranks."""
 
 import functools
+import io
 import json
 import multiprocessing
 import pickle
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from megatron_dmtd.config import Config
-from megatron_dmtd.conversion.checkpoint_io import CheckpointTensors, read_checkpoint_config
+from megatron_dmtd.conversion.checkpoint_io import CheckpointTensors, _mapped, read_checkpoint_config
 from megatron_dmtd.conversion.checkpoint_io import write_model_checkpoint as write_lazily
 from megatron_dmtd.conversion.rules import rules, spec_of
 from megatron_dmtd.errors import CheckpointError, ConversionError
@@ -36,6 +37,29 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert sorted(found) == sorted(expected)
     different = [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
     assert not different and all(found[name].dtype == tensor.dtype for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("form", ["whole", "transposed", "part of its storage", "one number", "scalar"])
+def test_a_mapped_tensor_is_the_one_that_torch_loads(form, dtype, tmp_path):
+    """The fast path and the slow one, bit for bit: three tensors in one file, the middle one read."""
+    numbers = torch.arange(60).reshape(5, 12).to(dtype)
+    forms = {"whole": numbers, "transposed": numbers.T, "part of its storage": numbers[2:4]}
+    forms |= {"one number": numbers[3:4, 5:6].clone(), "scalar": numbers[1, 1].clone()}
+    path = tmp_path / "file"
+    with open(path, "wb") as file:
+        spans = []
+        for tensor in (-numbers, forms[form], 2 * numbers):
+            start = file.tell()
+            torch.save(tensor, file)
+            spans.append((start, file.tell() - start))
+    offset, length = spans[1]
+    slow = torch.load(io.BytesIO(path.read_bytes()[offset : offset + length]), weights_only=True)
+    fast = _mapped(path, offset, length)
+    assert (fast.shape, fast.dtype) == (slow.shape, slow.dtype) and torch.equal(fast, slow)
+    before = path.read_bytes()
+    fast += 1
+    assert path.read_bytes() == before, "the file is never written to"
 
 
 # --- on ranks ---------------------------------------------------------------------------------------------------------------
