@@ -44,6 +44,21 @@ def test_every_way_of_multiplying_gives_the_product(rows, way):
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [8, 9, 33, 64, 65, 130])
+def test_products_in_several_blocks_of_columns_and_rows(rows, dtype):
+    """Above eight rows weights are taken 256 columns at a time, above 64 the rows in parts: two whole blocks and a remainder.
+
+    Level: fp32 sums of 705 products of standard normals, against float64.
+    """
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = torch.randn(rows, 705, generator=generator), torch.randn(41, 705, generator=generator).to(dtype)
+    out = torch.full((rows, 41), torch.nan)
+    is_bf16 = int(dtype == torch.bfloat16)
+    load_kernels().dmtd_matmul(x.data_ptr(), weight.data_ptr(), None, None, out.data_ptr(), rows, 705, 41, is_bf16)
+    torch.testing.assert_close(out.double(), x.double() @ weight.double().t(), rtol=1e-5, atol=1e-4)
+
+
 def test_bfloat16_weights_are_read_as_the_numbers_they_are():
     generator = torch.Generator().manual_seed(1)
     x, weight = torch.randn(8, 53, generator=generator), torch.randn(38, 53, generator=generator).bfloat16()
