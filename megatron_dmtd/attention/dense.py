@@ -17,19 +17,22 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_dmtd.attention.masked import MaskedAttention
-from megatron_dmtd.attention.merged import CHUNK, merged_shadow_attention
+from megatron_dmtd.attention.merged import merged_shadow_attention
 from megatron_dmtd.attention.protocol import AttentionBackend, StreamLayout
+
+#: slots of short documents that are attended to under one mask
+TOGETHER = 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Consecutive slots of one row that hold whole documents: one of any length, or several of at most `CHUNK` slots together."""
+    """Consecutive slots of one row that hold whole documents: one of any length, or several of at most `TOGETHER` slots."""
 
     slots: slice
     document_lengths: tuple[int, ...]
 
 
-def segments(document_lengths: tuple[int, ...], *, most: int = CHUNK) -> list[Segment]:
+def segments(document_lengths: tuple[int, ...], *, most: int = TOGETHER) -> list[Segment]:
     """Cut a row between documents, so that each segment is one document or has at most `most` slots."""
     groups: list[list[int]] = []
     for length in document_lengths:
