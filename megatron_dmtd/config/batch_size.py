@@ -43,6 +43,15 @@ def batch_size_stages(training: TrainingConfig) -> list[tuple[int, int]]:
     return stages
 
 
+def full_steps(training: TrainingConfig, begin: int, end: int) -> float:
+    """The rows of the steps `begin` to `end` (the first step is 0), in steps of `global_batch_size` rows."""
+    rows, start = 0, 0
+    for size, count in batch_size_stages(training):
+        rows += size * max(0, min(end, start + count) - max(begin, start))
+        start += count
+    return rows / training.global_batch_size
+
+
 def _num_increments(training: TrainingConfig) -> int:
     start, increment, _ = training.rampup_batch_size
     return (training.global_batch_size - start) // increment

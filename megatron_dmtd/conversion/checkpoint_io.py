@@ -301,7 +301,8 @@ def write_model_checkpoint(
     Args:
         directory: Appears complete or not at all.
         specs: Every tensor, by its name in a whole model.
-        read: Gives a tensor when its turn comes. A thread calls it, for one tensor ahead of the one that is written.
+        read: Gives a tensor when its turn comes. A thread calls it, for one tensor ahead of the one that is written; a tensor
+            is done with when the second next is asked for.
         config: Saved with the checkpoint.
         tokenizer: Files of a tokenizer that has no other home: they are copied into the folder `tokenizer`.
 
@@ -327,7 +328,8 @@ def _write_tensors(
     directory: Path, stored: _Stored, read: Callable[[str], torch.Tensor], specs: Mapping[str, TensorSpec]
 ) -> dict[str, str]:
     """The distributed files, by torch's own writer, as if each layer came from a rank of its own. Their digests, by name."""
-    writer = dcp.FileSystemWriter(directory, sync_files=False)  # they are flushed while they are being written
+    # Files are flushed while they are being written. Copying ahead would, where there is a GPU, take tensors out of their turn.
+    writer = dcp.FileSystemWriter(directory, sync_files=False, per_thread_copy_ahead=0)
     writer.set_up_storage_writer(is_coordinator=True)
     plans = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in stored.plans])
     names = [stored.names[item.index] for plan in plans for item in plan.items if item.type != WriteItemType.BYTE_IO]

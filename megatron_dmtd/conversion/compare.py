@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from megatron_dmtd.config import CycleConfig
+from megatron_dmtd.conversion.progress import tensor_bar
 from megatron_dmtd.conversion.rules import Rule, TensorSpec, rules
 from megatron_dmtd.conversion.sources import Source
+from megatron_dmtd.conversion.weight_files import num_bytes_of
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: fields of the model that say how weights were made or used, not what they are
@@ -95,9 +97,13 @@ def _value_differences(first: Source, second: Source, names: set[str], dtype: to
     """In the order of the first model. Rules of both with one own name give the same foreign names."""
     theirs = {rule.own_name: rule for rule in rules(second.model)}
     found = []
-    for rule in rules(first.model):
-        if any(name in names for name, _ in rule.foreign):
-            found += _rule_differences(first, second, rule, theirs[rule.own_name], names, dtype)
+    specs = first.foreign_specs()
+    with tensor_bar("comparing", (specs[name] for name in names)) as bar:
+        for rule in rules(first.model):
+            compared = [name for name, _ in rule.foreign if name in names]
+            if compared:
+                found += _rule_differences(first, second, rule, theirs[rule.own_name], names, dtype)
+                bar.update(sum(num_bytes_of(specs[name]) for name in compared))
     return found
 
 

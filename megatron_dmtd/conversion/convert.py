@@ -21,10 +21,11 @@ from megatron_dmtd.conversion.gguf import gguf_file, write_as_hf_directory
 from megatron_dmtd.conversion.hf_config import to_hf_config
 from megatron_dmtd.conversion.hf_directory import write_hf_directory
 from megatron_dmtd.conversion.overlap import read_ahead
+from megatron_dmtd.conversion.progress import tensor_bar
 from megatron_dmtd.conversion.rules import foreign_specs, rules
-from megatron_dmtd.conversion.sources import Checkpoint, HFDirectory, Source
+from megatron_dmtd.conversion.sources import Checkpoint, HFDirectory, Source, verified_beside
 from megatron_dmtd.conversion.tokenizer_files import GENERATION_FILE, check_mask, tokenizer_files
-from megatron_dmtd.conversion.weight_files import SHARD_BYTES
+from megatron_dmtd.conversion.weight_files import SHARD_BYTES, num_bytes_of
 from megatron_dmtd.errors import ConversionError
 
 
@@ -60,7 +61,14 @@ def _import(source: HFDirectory, output: Path, *, cycle: CycleConfig | None, tok
         if tokenizer_home != source.directory.resolve():
             settings = source.directory / GENERATION_FILE
             carried = tokenizer_files(source.directory) + ([settings] if settings.is_file() else [])
-    write_model_checkpoint(output, source.own_specs(), source.own, config, tokenizer=carried)
+    specs = source.own_specs()
+    with tensor_bar("importing", specs.values()) as bar:
+
+        def read(name: str) -> torch.Tensor:
+            bar.update(num_bytes_of(specs[name]))
+            return source.own(name)
+
+        write_model_checkpoint(output, specs, read, config, tokenizer=carried)
 
 
 def _cycle_of_import(source: HFDirectory, wanted: CycleConfig | None) -> CycleConfig:
@@ -99,24 +107,33 @@ def export_hf(
     """Make a Hugging Face directory of a checkpoint, or of the newest one of a run. Returns what was made.
 
     `as_vanilla`: as an ordinary Qwen3 or Llama decoder, whatever the checkpoint was trained as. `dtype`: None keeps the types.
-    `verify`: compare the checkpoint's bytes with its checksums first. Raises `CheckpointError`, `ConversionError` or `DataError`,
-    before anything is written, if a file is damaged, not every tensor is accounted for, or the MASK is an ordinary token of the
-    tokenizer.
+    `verify`: compare the checkpoint's bytes with its checksums, the weights while the directory is built aside. Raises
+    `CheckpointError`, `ConversionError` or `DataError` if a file is damaged, not every tensor is accounted for, or the MASK is an
+    ordinary token of the tokenizer; then there is no directory.
     """
     output = Path(output)
     refuse_used(output)
-    source = Checkpoint(checkpoint, verify=verify)
-    cycle = CycleConfig(variant="vanilla") if as_vanilla else source.cycle
-    tokenizer_dir = _tokenizer_of_export(source.config, tokenizer_dir)
-    check_mask(cycle, tokenizer_dir)
-    write_hf_directory(
-        output,
-        fields=to_hf_config(source.model, cycle),
-        specs=foreign_specs(source.model, source.stored, dtype=dtype),
-        tensors=_cast(source, dtype),
-        tokenizer_dir=tokenizer_dir,
-        shard_bytes=shard_bytes,
-    )
+    with verified_beside(checkpoint, verify=verify) as (source, wait_for_verdict):
+        cycle = CycleConfig(variant="vanilla") if as_vanilla else source.cycle
+        tokenizer_dir = _tokenizer_of_export(source.config, tokenizer_dir)
+        check_mask(cycle, tokenizer_dir)
+        specs = foreign_specs(source.model, source.stored, dtype=dtype)
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            with tensor_bar("exporting", specs.values()) as bar:
+                for name, tensor in _cast(source, dtype):
+                    yield name, tensor
+                    bar.update(num_bytes_of(specs[name]))
+            wait_for_verdict()
+
+        write_hf_directory(
+            output,
+            fields=to_hf_config(source.model, cycle),
+            specs=specs,
+            tensors=tensors(),
+            tokenizer_dir=tokenizer_dir,
+            shard_bytes=shard_bytes,
+        )
     return HFDirectory(output)
 
 

@@ -26,6 +26,8 @@ HEAD = "output_layer.weight"
 _FOREIGN_EMBEDDING = "model.embed_tokens.weight"
 _FOREIGN_HEAD = "lm_head.weight"
 
+_LAYERS = "decoder.layers."
+
 Shape = tuple[int, ...]
 
 
@@ -50,9 +52,13 @@ class Rule:
     """The own tensor to one view of it for each foreign tensor, which holds that one's numbers in order. Read in both
     directions: an import fills the views, an export copies them out."""
 
-    def join(self, read_into: Callable[[str, torch.Tensor], None], dtype: torch.dtype) -> torch.Tensor:
-        """The own tensor, of which `read_into(foreign name, view)` fills each part; zero where no part lies."""
-        whole = torch.empty(self.own_shapes[0], dtype=dtype)
+    @property
+    def is_of_a_layer(self) -> bool:
+        """Whether it is a tensor that every layer has."""
+        return self.own_name.startswith(_LAYERS)
+
+    def join(self, read_into: Callable[[str, torch.Tensor], None], whole: torch.Tensor) -> torch.Tensor:
+        """Fill and return `whole`, of the first own shape: parts by `read_into(foreign name, view)`, the rest with zeros."""
         whole[sum(shape[0] for _, shape in self.foreign) :].zero_()  # padding, which follows the parts
         for (name, _), view in zip(self.foreign, self.parts(whole), strict=True):
             read_into(name, view)
@@ -122,7 +128,7 @@ def _gate_and_up(own_name: str, foreign_prefix: str, model: ModelConfig) -> Rule
 
 
 def _layer_rules(model: ModelConfig, layer: int) -> Iterable[Rule]:
-    own, foreign = f"decoder.layers.{layer}", f"model.layers.{layer}"
+    own, foreign = f"{_LAYERS}{layer}", f"model.layers.{layer}"
     hidden, heads_width = model.hidden_size, model.num_attention_heads * model.head_dim
     yield _same(f"{own}.input_layernorm.weight", f"{foreign}.input_layernorm.weight", (hidden,))
     yield _query_key_value(f"{own}.self_attention.linear_qkv.weight", f"{foreign}.self_attn", model)
@@ -239,4 +245,7 @@ def from_hf(model: ModelConfig, foreign: Mapping[str, torch.Tensor]) -> dict[str
     def read_into(name: str, view: torch.Tensor) -> None:
         view.copy_(foreign[name].reshape(view.shape))
 
-    return {rule.own_name: rule.join(read_into, foreign[rule.foreign[0][0]].dtype) for rule in rules(model)}
+    def joined(rule: Rule) -> torch.Tensor:
+        return rule.join(read_into, torch.empty(rule.own_shapes[0], dtype=foreign[rule.foreign[0][0]].dtype))
+
+    return {rule.own_name: joined(rule) for rule in rules(model)}

@@ -7,17 +7,21 @@ unless told otherwise, all bytes, to compare them with its checksums.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from tqdm import tqdm
 
 from megatron_dmtd.config import Config, CycleConfig, ModelConfig
 from megatron_dmtd.config.validate import validate_model
 from megatron_dmtd.conversion.checkpoint_io import CheckpointTensors, read_checkpoint_config
 from megatron_dmtd.conversion.hf_config import from_hf_config, read_hf_fields
+from megatron_dmtd.conversion.progress import byte_bar
 from megatron_dmtd.conversion.rules import (
     Rule,
     TensorSpec,
@@ -29,11 +33,9 @@ from megatron_dmtd.conversion.rules import (
     rules,
 )
 from megatron_dmtd.conversion.weight_files import WeightFiles
+from megatron_dmtd.errors import CheckpointError
 from megatron_dmtd.training import checksums
 from megatron_dmtd.training.paths import find_step_directory
-
-#: seconds of reading after which a terminal is shown how far it has come
-_PATIENCE_S = 2.0
 
 
 class Source(Protocol):
@@ -73,6 +75,7 @@ class HFDirectory:
         check_foreign(self.model, self.stored)
         check_tied_head(self.model, self.stored, self._files.are_equal)
         self._rules = {rule.own_name: rule for rule in rules(self.model)}
+        self._joined: defaultdict[TensorSpec, deque[torch.Tensor]] = defaultdict(lambda: deque(maxlen=2))
 
     def foreign_specs(self) -> dict[str, TensorSpec]:
         """See `Source`."""
@@ -88,11 +91,22 @@ class HFDirectory:
         return own_specs(self.model, self.stored)
 
     def own(self, own_name: str) -> torch.Tensor:
-        """One tensor under our name: the stored one where it is the same, else read part by part into its place."""
+        """One tensor under our name: the stored one where it is the same, else read part by part into its place.
+
+        What was read holds until the second next one of the same shape: new memory for each layer costs more than the reading.
+        """
         rule = self._rules[own_name]
         if rule.own_shapes[0] == rule.foreign[0][1]:
             return self._files.mapped(rule.foreign[0][0])
-        return rule.join(self._files.read_into, self.stored[rule.foreign[0][0]].dtype)
+        return rule.join(self._files.read_into, self._room(rule))
+
+    def _room(self, rule: Rule) -> torch.Tensor:
+        shape, dtype = rule.own_shapes[0], self.stored[rule.foreign[0][0]].dtype
+        if not rule.is_of_a_layer:
+            return torch.empty(shape, dtype=dtype)
+        used = self._joined[TensorSpec(shape, dtype)]
+        used.append(used[0] if len(used) == 2 else torch.empty(shape, dtype=dtype))
+        return used[-1]
 
 
 class Checkpoint:
@@ -128,10 +142,42 @@ class Checkpoint:
         return self._tensors.read(own_name)
 
 
+@contextmanager
+def verified_beside(path: str | Path, *, verify: bool = True) -> Iterator[tuple[Checkpoint, Callable[[], None]]]:
+    """A checkpoint whose weights are compared with its checksums while the block works with them.
+
+    Gives the checkpoint and a function that waits for the verdict, to be called before what was made of it may be seen: it raises
+    `CheckpointError` if a file is damaged. All but the weights is compared first. `verify`: see `Checkpoint`.
+    """
+    directory = find_step_directory(path)
+    if not (verify and checksums.must_be_verified(directory)):
+        yield Checkpoint(directory, verify=False), lambda: None
+        return
+    checksums.verify(directory, select=lambda name: not _holds_weights(name))
+    checkpoint, given_up = Checkpoint(directory, verify=False), threading.Event()
+
+    def on_bytes(count: int) -> None:
+        if given_up.is_set():
+            raise InterruptedError("the work beside has failed")
+        bar.update(count)
+
+    with byte_bar(f"checking {directory.name}", checksums.num_bytes(directory)) as bar, ThreadPoolExecutor(1) as thread:
+        verdict = thread.submit(checksums.verify, directory, select=_holds_weights, on_bytes=on_bytes)
+        try:
+            yield checkpoint, verdict.result
+        except CheckpointError:
+            verdict.result()  # damaged bytes explain it better
+            raise
+        finally:
+            given_up.set()
+
+
+def _holds_weights(file_name: str) -> bool:
+    return file_name.endswith(".distcp")
+
+
 def _verify(directory: Path) -> None:
-    # disable=None: no bar where there is no terminal to redraw it
-    total, delay = checksums.num_bytes(directory), _PATIENCE_S
-    with tqdm(desc=f"checking {directory.name}", total=total, unit="B", unit_scale=True, delay=delay, disable=None) as bar:
+    with byte_bar(f"checking {directory.name}", checksums.num_bytes(directory)) as bar:
         checksums.verify(directory, on_bytes=bar.update)
 
 

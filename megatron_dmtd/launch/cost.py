@@ -11,6 +11,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_dmtd.config.batch_size import full_steps
 from megatron_dmtd.launch.job import Job
 from megatron_dmtd.launch.restarts import newest_step
 from megatron_dmtd.launch.site import Site
@@ -39,18 +40,22 @@ def estimate(job: Job, site: Site, plan: Plan | None) -> Cost:
         return Cost(node_hours=hours * job.num_nodes * job.num_tasks, hours=hours, basis=basis)
     folder = plan.config.checkpoint.dir
     done = newest_step(["--checkpoint.dir", str(Path(site.work_dir, folder))]) if folder else 0
-    remaining = max(0, plan.config.training.steps - done)
-    step_s, how = _step_seconds(job, site, plan)
-    hours = remaining * step_s / 3600
-    return Cost(node_hours=hours * job.num_nodes, hours=hours, basis=f"{remaining} steps of {step_s:.3g} s ({how})")
+    training = plan.config.training
+    remaining = max(0, training.steps - done)
+    step_s, how = _full_step_seconds(job, site, plan)
+    hours = full_steps(training, done, training.steps) * step_s / 3600
+    at_most = "at most " if training.rampup_batch_size else ""
+    return Cost(node_hours=hours * job.num_nodes, hours=hours, basis=f"{remaining} steps of {at_most}{step_s:.3g} s ({how})")
 
 
-def _step_seconds(job: Job, site: Site, plan: Plan) -> tuple[float, str]:
-    folder = plan.config.logging.dir
+def _full_step_seconds(job: Job, site: Site, plan: Plan) -> tuple[float, str]:
+    """Of a step of `global_batch_size` rows; those of a ramp-up have fewer, and take as much less."""
+    training, folder = plan.config.training, plan.config.logging.dir
     metrics = Path(site.work_dir, folder, "metrics.jsonl") if folder else None
     if metrics is not None and metrics.is_file():
         records = [json.loads(line) for line in metrics.read_text().splitlines()]
-        times = [record["step_time_s"] for record in records if "step_time_s" in record][-_LAST_STEPS:]
+        timed = [record for record in records if "step_time_s" in record][-_LAST_STEPS:]
+        times = [record["step_time_s"] / full_steps(training, record["step"] - 1, record["step"]) for record in timed]
         if times:
             return statistics.median(times), f"median of the last {len(times)} logged ones; right if they ran on as many ranks"
     peak = site.gpu_peak_tflops if job.uses_gpus else site.cpu_peak_tflops

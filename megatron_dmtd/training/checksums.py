@@ -116,12 +116,20 @@ def refuse(directory: Path, faults: Iterable[str]) -> None:
         raise _refusal(directory, faults)
 
 
-def verify(directory: str | Path, *, on_bytes: Callable[[int], None] = _no_report) -> None:
-    """Read a whole checkpoint in this process, with a few threads. `on_bytes` is called by them, with what each has read.
+def _every_file(_: str) -> bool:
+    return True
+
+
+def verify(
+    directory: str | Path, *, select: Callable[[str], bool] = _every_file, on_bytes: Callable[[int], None] = _no_report
+) -> None:
+    """Read a whole checkpoint, or the files that `select` wants by their names, in this process, with a few threads.
+
+    `on_bytes` is called by them, with what each has read; an error that it raises ends the reading.
 
     Raises `CheckpointError` naming each file that is missing or damaged.
     """
     directory = Path(directory)
-    digests = read_checksums(directory)
+    digests = {name: digest for name, digest in read_checksums(directory).items() if select(name)}
     threads = min(os.cpu_count() or 1, _MOST_THREADS)
     refuse(directory, faults_of(directory, sorted(digests), digests, num_threads=threads, on_bytes=on_bytes))

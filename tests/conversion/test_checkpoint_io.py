@@ -177,6 +177,15 @@ def test_reads_what_it_writes(tmp_path, dtype):
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
 
 
+def test_tensors_are_written_in_their_turn_where_there_is_a_gpu(tmp_path, monkeypatch):
+    """There torch's writer would copy ahead, small tensors first, on a stream of the device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = tiny_config()
+    write_model_checkpoint(tmp_path / "start", own_tensors(config), config)
+    monkeypatch.undo()
+    assert_same(read_model_tensors(tmp_path / "start"), own_tensors(config))
+
+
 def test_megatron_recognises_the_format(tmp_path):
     from megatron_dmtd.platform import prepare_megatron
 

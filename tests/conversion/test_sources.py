@@ -1,11 +1,12 @@
+import dataclasses
 import json
 
 import pytest
 import torch
 
-from megatron_dmtd.conversion.convert import import_hf
+from megatron_dmtd.conversion.convert import export_hf, import_hf
 from megatron_dmtd.conversion.rules import rules, spec_of
-from megatron_dmtd.conversion.sources import Checkpoint, HFDirectory, num_parameters, open_source
+from megatron_dmtd.conversion.sources import Checkpoint, HFDirectory, num_parameters, open_source, verified_beside
 from megatron_dmtd.conversion.weight_files import WeightFiles, write_weights
 from megatron_dmtd.errors import CheckpointError, ConversionError
 from megatron_dmtd.training import checksums, paths
@@ -66,6 +67,9 @@ def test_a_configuration_that_contradicts_the_weights_is_refused_with_every_faul
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+DAMAGED = r"__3_0\.distcp .* is not what was written"
+
+
 def flip_a_bit(path):
     """Inside the file's largest part, a tensor's numbers: nothing but a checksum would notice."""
     data = bytearray(path.read_bytes())
@@ -106,3 +110,47 @@ def test_what_is_neither_format_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps([]))
     with pytest.raises(ConversionError, match="holds no object"):
         open_source(tmp_path)
+
+
+def test_weights_are_compared_beside_the_work_and_everything_else_before_it(hf, tmp_path):
+    import_hf(hf, tmp_path / "start")
+    with verified_beside(tmp_path / "start") as (checkpoint, wait_for_verdict):
+        assert checkpoint.stored
+        wait_for_verdict()
+    flip_a_bit(tmp_path / "start" / "__3_0.distcp")
+    with verified_beside(tmp_path / "start", verify=False) as (_, wait_for_verdict):
+        wait_for_verdict()
+    with pytest.raises(CheckpointError, match=DAMAGED), verified_beside(tmp_path / "start") as (_, wait_for_verdict):
+        wait_for_verdict()
+    unreadable = CheckpointError(found="bytes that make no tensor", required="a tensor", remedy="none")
+    with pytest.raises(CheckpointError, match=DAMAGED), verified_beside(tmp_path / "start"):
+        raise unreadable
+    with pytest.raises(ValueError, match="something else"), verified_beside(tmp_path / "start"):
+        raise ValueError("something else")
+    flip_a_bit(tmp_path / "start" / "config.yaml")
+    with pytest.raises(CheckpointError, match=r"config\.yaml .* is not what was written"), verified_beside(tmp_path / "start"):
+        pytest.fail("the configuration was read before it was compared")
+
+
+def test_damaged_weights_are_never_exported(hf, tmp_path):
+    import_hf(hf, tmp_path / "start")
+    export_hf(tmp_path / "start", tmp_path / "whole")
+    flip_a_bit(tmp_path / "start" / "__3_0.distcp")
+    with pytest.raises(CheckpointError, match=DAMAGED):
+        export_hf(tmp_path / "start", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "start", "whole"]
+
+
+def test_layers_share_room_and_two_of_them_hold_at_a_time(tmp_path):
+    """The padded table has the shape of gate and up here, and must not share theirs."""
+    model = dataclasses.replace(small_model(), num_layers=4, intermediate_size=64)
+    source = HFDirectory(random_hf_directory(tmp_path / "hf", model))
+    names = [f"decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in range(4)]
+    first, second = source.own(names[0]), source.own(names[1])
+    table = source.own("embedding.word_embeddings.weight")
+    assert table.shape == first.shape
+    kept = [tensor.clone() for tensor in (first, second, table)]
+    assert source.own("embedding.word_embeddings.weight").data_ptr() not in {tensor.data_ptr() for tensor in (first, second)}
+    assert all(torch.equal(now, then) for now, then in zip((first, second, table), kept, strict=True))
+    assert source.own(names[2]).data_ptr() == first.data_ptr() and source.own(names[3]).data_ptr() == second.data_ptr()
+    assert torch.equal(source.own(names[0]), kept[0])

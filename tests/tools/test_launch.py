@@ -50,6 +50,17 @@ def test_the_cost_is_that_of_the_remaining_steps_at_the_pace_that_was_logged(sit
     assert "4.00 node hours, 2.00 hours on 2 node(s): 200 steps of 36 s (median of the last 3 logged" in capsys.readouterr().out
 
 
+def test_steps_of_a_ramp_up_cost_by_their_rows(site, tmp_path, capsys):
+    """8 rows in each of the first 4 steps, 16 in each of the next 2, and 24 in the other 14."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text(json.dumps({"step": 1, "step_time_s": 100.0}) + "\n")
+    options = ["--training.steps", "20", "--logging.dir", "run", "--training.global_batch_size", "24"]
+    options += ["--training.rampup_batch_size", "[8, 8, 64]"]
+    assert main([script("train-cpu"), *site, "--dry-run", "--", *options]) == 0
+    # 300 s for 24 rows, where 8 rows took 100; 14 + 8/3 full steps
+    assert "1.39 hours on 2 node(s): 20 steps of at most 300 s (median of the last 1 logged" in capsys.readouterr().out
+
+
 def test_other_jobs_are_charged_their_time_limit(site, capsys):
     assert main([script("preprocess"), *site, "--dry-run", "--sbatch=--array=0-3"]) == 0
     assert "48.00 node hours, 12.00 hours on 1 node(s): at most: 4 tasks of 1 node(s)" in capsys.readouterr().out

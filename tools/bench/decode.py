@@ -348,22 +348,22 @@ def profile(model: ModelWeights, kind: str, batch: int, context: int, options: a
 
 
 def alignment(model: ModelWeights, kind: str, batch: int, context: int, options: argparse.Namespace) -> dict:
-    """Tokens per second of requests at mixed phases, with heads aligned and not."""
-    figures: dict = {"kind": kind, "batch": batch, "context": context}
+    """Tokens per second of requests at mixed phases, with heads aligned and not; the two take turns, a cycle each."""
     starts = [context + request % CYCLE for request in range(batch)]
-    for aligned in (True, False):
-        engine = filled_engine(
-            model,
-            kind,
-            starts,
-            max_new=CYCLE * (options.rounds + 3),
-            options={"kernels": options.kernels, "align_heads": aligned},
-        )
+    engines, cycles, counts = {}, {"aligned": [], "free": []}, {}
+    for name in cycles:
+        settings = {"kernels": options.kernels, "align_heads": name == "aligned"}
+        engines[name] = filled_engine(model, kind, starts, max_new=CYCLE * (options.rounds + 3), options=settings)
         for _ in range(2 * CYCLE):  # those out of phase join
-            engine.step()
-        before, times = engine.stats.num_new_tokens, [cycle_s(engine) for _ in range(options.rounds)]
-        tokens = (engine.stats.num_new_tokens - before) / options.rounds
-        figures["aligned" if aligned else "free"] = tokens / statistics.median(times)
+            engines[name].step()
+        counts[name] = engines[name].stats.num_new_tokens
+    for _ in range(options.rounds):
+        for name, engine in engines.items():
+            cycles[name].append(cycle_s(engine))
+    figures: dict = {"kind": kind, "batch": batch, "context": context}
+    for name, engine in engines.items():
+        tokens = (engine.stats.num_new_tokens - counts[name]) / options.rounds
+        figures[name] = tokens / statistics.median(cycles[name])
     figures["gain"] = figures["aligned"] / figures["free"]
     print(
         f"{kind}, batch {batch}, context {context}: {figures['aligned']:.2f} tokens/s aligned, {figures['free']:.2f} not, "
