@@ -22,6 +22,7 @@ LAYERS = {
     "inference": 4,
     "launch": 4,
     "quickstart": 4,
+    "serving": 5,
 }
 #: the only imports between two rooms of one layer
 SAME_LAYER = {

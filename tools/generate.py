@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron_dmtd.errors import DataError, DMTDError
 from megatron_dmtd.inference import Completion, Engine, EngineConfig, Event, SamplingParams
-from megatron_dmtd.inference.text import TextPieces, encode, load_tokenizer
+from megatron_dmtd.inference.text import OutputText, encode, load_tokenizer
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -37,6 +37,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=kind, default=getattr(SamplingParams(), name.replace("-", "_")))
     parser.add_argument("--repetition-penalty", type=float, default=1.0)
     parser.add_argument("--presence-penalty", type=float, default=0.0)
+    parser.add_argument("--frequency-penalty", type=float, default=0.0)
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends an output; may be given several times")
     parser.add_argument("--vanilla", action="store_true", help="decode a DMTD model's weights as an ordinary decoder")
     parser.add_argument("--max-batch", type=int, default=8)
@@ -78,24 +79,17 @@ def sampling_params(options: argparse.Namespace) -> SamplingParams:
         n=options.n,
         repetition_penalty=options.repetition_penalty,
         presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
         stop=tuple(options.stop),
     )
 
 
 def streamed_text(events: Iterable[Event], tokenizer: Any, ids: list[int], params: SamplingParams) -> Iterator[str]:
-    """Pieces of the output's text as they become certain. What may be the start of a stop string is held back."""
-    pieces, text, num_given = TextPieces(tokenizer, ids), "", 0
-    held_back = max((len(string) - 1 for string in params.stop), default=0)
+    """Pieces of the output's text as they become certain."""
+    text = OutputText(tokenizer, ids, params.stop)
     for event in events:
-        text += pieces.add(event.token_id)
-        certain = len(text) - held_back
-        if event.completion is not None:
-            text += pieces.rest()
-            stops = [index for index in map(text.find, params.stop) if index >= 0]
-            certain = min(stops, default=len(text))
-        if certain > num_given:
-            yield text[num_given:certain]
-            num_given = certain
+        if piece := text.add(event.token_id, is_last=event.completion is not None):
+            yield piece
 
 
 def print_completion(tokenizer: Any, prompt: str, completion: Completion) -> None:

@@ -14,8 +14,9 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -132,8 +133,13 @@ class Event:
 
     request_id: int
     sample: int
-    token_id: int
+    choice: Choice
     completion: Completion | None
+
+    @property
+    def token_id(self) -> int:
+        """The token."""
+        return self.choice.token_id
 
 
 @dataclass(slots=True)
@@ -222,7 +228,7 @@ class Engine:
         prompt = self.check_prompt(prompt_ids, max_new_tokens)
         params.check(self.model.shape.vocab_size)
         stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self.model.stop_token_ids)))
-        tokenizer = load_tokenizer(self.model.directory) if params.stop else None
+        tokenizer = self.tokenizer if params.stop else None
         request_id = self._take_id()
         for sample in range(params.n):
             request = Request(
@@ -238,6 +244,11 @@ class Engine:
             self._requests[id(request.sequence)] = request
             self.scheduler.add(request.sequence)
         return request_id
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer. Raises `CheckpointError` if it has none."""
+        return load_tokenizer(self.model.directory)
 
     def check_prompt(self, prompt_ids: Ids[int], max_new_tokens: int) -> list[int]:
         """The prompt as a list. Raises `DataError` if it is empty, too long together with its output, or has unknown ids."""
@@ -384,7 +395,7 @@ class Engine:
         elif request.num_output == request.max_new_tokens:
             reason = "length"
         completion = self._finish(request, reason) if reason else None
-        return Event(request.request_id, request.sample, choice.token_id, completion)
+        return Event(request.request_id, request.sample, choice, completion)
 
     def _finish(self, request: Request, reason: FinishReason) -> Completion:
         self.stats.num_preemptions += request.sequence.num_preemptions

@@ -36,6 +36,8 @@ class SamplingParams:
     """Logits of tokens in the prompt or the output are divided (if positive) or multiplied (if negative) by it."""
     presence_penalty: float = 0.0
     """Subtracted from logits of tokens in the output."""
+    frequency_penalty: float = 0.0
+    """The same, as many times as the token is in the output."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to logits, by token id; -inf forbids a token."""
     seed: int = 0
@@ -61,6 +63,7 @@ class SamplingParams:
             ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a finite number above 0"),
             ("presence_penalty", math.isfinite(self.presence_penalty), "a finite number"),
+            ("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number"),
             ("logit_bias", all(0 <= token < vocab_size for token in self.logit_bias), in_vocabulary),
             ("logit_bias", all(bias < math.inf for bias in self.logit_bias.values()), "numbers below infinity"),
             ("n", self.n >= 1, "at least 1"),
@@ -79,6 +82,7 @@ class SamplingParams:
             self.temperature == 0
             and self.repetition_penalty == 1
             and self.presence_penalty == 0
+            and self.frequency_penalty == 0
             and not self.logit_bias
             and self.logprobs is None
         )
@@ -123,7 +127,8 @@ def choose(
 
 def _adjusted(logits_V: torch.Tensor, params: SamplingParams, tokens: Sequence[int], prompt_length: int) -> torch.Tensor:
     """Bias and penalties."""
-    if not params.logit_bias and params.repetition_penalty == 1 and params.presence_penalty == 0:
+    counts_matter = params.presence_penalty != 0 or params.frequency_penalty != 0
+    if not params.logit_bias and params.repetition_penalty == 1 and not counts_matter:
         return logits_V
     logits_V = logits_V.clone()
     for token, bias in params.logit_bias.items():
@@ -132,8 +137,9 @@ def _adjusted(logits_V: torch.Tensor, params: SamplingParams, tokens: Sequence[i
         seen = torch.tensor(sorted(set(tokens)), device=logits_V.device)
         score = logits_V[seen]
         logits_V[seen] = torch.where(score < 0, score * params.repetition_penalty, score / params.repetition_penalty)
-    if params.presence_penalty != 0 and len(tokens) > prompt_length:
-        logits_V[torch.tensor(sorted(set(tokens[prompt_length:])), device=logits_V.device)] -= params.presence_penalty
+    if counts_matter and len(tokens) > prompt_length:
+        seen, counts = torch.tensor(tokens[prompt_length:], device=logits_V.device).unique(return_counts=True)
+        logits_V[seen] -= params.presence_penalty + params.frequency_penalty * counts
     return logits_V
 
 

@@ -88,6 +88,33 @@ class TextPieces:
         return self.tokenizer.decode(self._ids[self._start :], skip_special_tokens=True)[len(known) :]
 
 
+class OutputText:
+    """The text of an output as it grows, up to its first stop string: what may be the beginning of one is held back."""
+
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
+        self._pieces, self._stop = TextPieces(tokenizer, prompt_ids), tuple(stop)
+        self._held_back = max((len(string) - 1 for string in self._stop), default=0)
+        self._text = ""
+        self._num_given = 0
+
+    @property
+    def num_characters(self) -> int:
+        """Of all text so far, with what is held back."""
+        return len(self._text)
+
+    def add(self, token_id: int, *, is_last: bool) -> str:
+        """What has become certain with one more token."""
+        self._text += self._pieces.add(token_id)
+        certain = len(self._text) - self._held_back
+        if is_last:
+            self._text += self._pieces.rest()
+            found = [index for index in map(self._text.find, self._stop) if index >= 0]
+            certain = min(found, default=len(self._text))
+        piece = self._text[self._num_given : max(certain, self._num_given)]
+        self._num_given += len(piece)
+        return piece
+
+
 class StopStrings:
     """Notices stop strings in an output as it grows, looking at its end only."""
 

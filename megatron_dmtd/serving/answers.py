@@ -1,0 +1,154 @@
+"""Answers in the form of OpenAI's API, whole or chunk by chunk. Knows no HTTP."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_dmtd.inference import Event
+from megatron_dmtd.inference.sampler import Choice
+from megatron_dmtd.inference.text import OutputText
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token, and where in the output's text begins what it is part of: its own text, or that of a few that share characters."""
+
+    choice: Choice
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """What is new of one sample's output."""
+
+    text: str
+    tokens: tuple[Token, ...]
+    """Its tokens, and those whose text had been held back; also the ones of a stop string, whose text is not given."""
+    finish_reason: str | None
+
+
+class Sample:
+    """One output as it grows."""
+
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
+        self._text = OutputText(tokenizer, prompt_ids, stop)
+        self._held_back: list[Token] = []
+        self.num_tokens = 0
+
+    def add(self, event: Event) -> Piece | None:
+        """What one more token makes certain; None if that is nothing yet."""
+        self.num_tokens += 1
+        self._held_back.append(Token(event.choice, self._text.num_characters))
+        text = self._text.add(event.token_id, is_last=event.completion is not None)
+        if not text and event.completion is None:
+            return None
+        tokens, self._held_back = tuple(self._held_back), []
+        return Piece(text=text, tokens=tokens, finish_reason=event.completion.finish_reason if event.completion else None)
+
+
+def _finite(logprob: float | None) -> float:
+    """JSON has no infinity; -9999 is what OpenAI's API says instead."""
+    assert logprob is not None, "log probabilities were not asked for"
+    return max(logprob, -9999.0)
+
+
+def joined(pieces: Iterable[Piece]) -> Piece:
+    """A whole output."""
+    pieces = list(pieces)
+    return Piece(
+        text="".join(piece.text for piece in pieces),
+        tokens=tuple(token for piece in pieces for token in piece.tokens),
+        finish_reason=pieces[-1].finish_reason,
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class Usage:
+    """Numbers of tokens."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def fields(self) -> dict[str, int]:
+        """In an answer."""
+        total = self.prompt_tokens + self.completion_tokens
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total}
+
+
+@dataclass(kw_only=True, slots=True)
+class Answer:
+    """The form of one request's answer: a text completion, or one of a chat."""
+
+    tokenizer: Any
+    model: str
+    is_chat: bool
+    with_logprobs: bool
+    identity: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, outputs: Sequence[Piece], usage: Usage) -> dict[str, Any]:
+        """The answer to a request that is not streamed."""
+        choices = [self._choice(index, piece) for index, piece in enumerate(outputs)]
+        return self._envelope("chat.completion" if self.is_chat else "text_completion", choices) | {"usage": usage.fields()}
+
+    def opening(self, index: int) -> dict[str, Any]:
+        """The chunk that begins a sample of a chat."""
+        delta = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return self._envelope("chat.completion.chunk", [delta])
+
+    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        """A piece of one sample."""
+        choice = self._choice(index, piece)
+        if self.is_chat:
+            choice["delta"] = {"content": choice.pop("message")["content"]}
+        return self._envelope("chat.completion.chunk" if self.is_chat else "text_completion", [choice])
+
+    def closing(self, usage: Usage) -> dict[str, Any]:
+        """The chunk of the numbers of tokens."""
+        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
+        return self._envelope(kind, []) | {"usage": usage.fields()}
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        identity = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.identity}"
+        return {"id": identity, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        common = {"index": index, "logprobs": None, "finish_reason": piece.finish_reason}
+        if self.is_chat:
+            logprobs = {"content": self._chat_logprobs(piece.tokens), "refusal": None} if self.with_logprobs else None
+            return common | {"message": {"role": "assistant", "content": piece.text}, "logprobs": logprobs}
+        logprobs = self._text_logprobs(piece.tokens) if self.with_logprobs else None
+        return common | {"text": piece.text, "logprobs": logprobs}
+
+    def _token(self, token_id: int) -> str:
+        return self.tokenizer.decode([token_id])
+
+    def _text_logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        return {
+            "tokens": [self._token(token.choice.token_id) for token in tokens],
+            "token_logprobs": [_finite(token.choice.logprob) for token in tokens],
+            "top_logprobs": [self._by_text(token.choice.top_logprobs) for token in tokens],
+            "text_offset": [token.offset for token in tokens],
+        }
+
+    def _by_text(self, top_logprobs: Sequence[tuple[int, float]]) -> Mapping[str, float]:
+        found: dict[str, float] = {}
+        for token_id, logprob in top_logprobs:
+            found.setdefault(self._token(token_id), _finite(logprob))  # of two tokens with one text the likelier is given
+        return found
+
+    def _chat_logprobs(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
+        return [
+            self._chat_token(token.choice.token_id, token.choice.logprob)
+            | {"top_logprobs": [self._chat_token(token_id, logprob) for token_id, logprob in token.choice.top_logprobs]}
+            for token in tokens
+        ]
+
+    def _chat_token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+        text = self._token(token_id)
+        is_whole = "\ufffd" not in text  # a token may hold part of a character
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode()) if is_whole else None}

@@ -1,0 +1,154 @@
+"""Serve a model over HTTP, in the form of OpenAI's API.
+
+    python tools/serve.py exported --port 8000
+    python tools/serve.py exported --host 0.0.0.0 --api-key-file key.txt --max-batch 32 --max-length 4096
+    curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "def main():", "max_tokens": 64}'
+
+Routes: /v1/completions, /v1/chat/completions (both also streamed), /v1/models, /health, /metrics (Prometheus), /docs. All
+requests share one engine: they are decoded together, and heads of cycles meet in one pass of the parallel layers. A request that
+cannot be served is refused by itself. SIGTERM and Ctrl-C let running requests end, for --grace seconds at most; after a fault of
+the engine the server ends with status 1, to be started again by whoever watches it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_dmtd.errors import ConfigError, DMTDError
+from megatron_dmtd.inference import Engine, EngineConfig
+
+#: where a model says how it is best decoded
+_GENERATION_FILE = "generation_config.json"
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("model", type=Path, help="export, or Qwen3 or Llama directory, with its tokenizer")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is all (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes any that is free (default: %(default)s)")
+    parser.add_argument("--model-name", help="what requests and answers call the model (default: the directory's name)")
+    parser.add_argument("--api-key-file", type=Path, help="file with the key that clients must send as a bearer token")
+    parser.add_argument("--vanilla", action="store_true", help="decode a DMTD model's weights as an ordinary decoder")
+    parser.add_argument("--max-batch", type=int, default=8, help="sequences decoded at once (default: %(default)s)")
+    parser.add_argument(
+        "--max-waiting", type=int, default=256, help="sequences that may wait; more get status 429 (default: %(default)s)"
+    )
+    parser.add_argument("--max-length", type=int, help="tokens of a prompt and its output at most (default: the model's own)")
+    parser.add_argument("--cache-gib", type=float, default=2.0, help="memory for keys and values, in GiB (default: %(default)s)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--matrix-dtype", choices=("float32", "bfloat16"), help="bfloat16: half the memory, in fp32 arithmetic")
+    parser.add_argument("--device", help="default: the accelerator if there is one, else the CPU")
+    parser.add_argument(
+        "--grace", type=int, default=30, metavar="SECONDS", help="for running requests at the end (default: %(default)s)"
+    )
+    parser.add_argument("--access-log", action="store_true", help="log every request")
+    return parser.parse_args(argv)
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A socket at the address. Raises `ConfigError` before anything is loaded if it cannot be had."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(found=f"--port {port}", required="from 0 (any) to 65535", remedy="change --port")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, protocol)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            found=f"--host {host} --port {port}: {error}",
+            required="an address of this machine, and a free port",
+            remedy="change them",
+        ) from error
+    return found
+
+
+def api_key(path: Path | None) -> str | None:
+    """The key in a file. Raises `ConfigError` if there is none in it."""
+    if path is None:
+        return None
+    try:
+        key = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(found=f"--api-key-file {path}: {error}", required="a readable file", remedy="correct it") from error
+    if not key or not key.isascii() or len(key.split()) != 1:
+        raise ConfigError(found=f"--api-key-file {path}", required="one word of ASCII in it: the key", remedy="write one")
+    return key
+
+
+def sampling_defaults(directory: Path) -> dict[str, float]:
+    """How the model is to be decoded where a request does not say; at OpenAI's temperature of 1 if the model does not either."""
+    path = directory / _GENERATION_FILE
+    fields = json.loads(path.read_text()) if path.is_file() else {}
+    found = {name: fields[name] for name in _SAMPLING_FIELDS if fields.get(name) is not None}
+    if fields.get("do_sample") is False:
+        found = {name: value for name, value in found.items() if name == "repetition_penalty"}
+    return {"temperature": 1.0} | found
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until told to end."""
+    import uvicorn
+
+    from megatron_dmtd.serving.app import ServerConfig, make_app
+    from megatron_dmtd.serving.worker import Worker
+
+    key, listening = api_key(options.api_key_file), bound_socket(options.host, options.port)
+    engine = Engine(
+        options.model,
+        EngineConfig(max_batch=options.max_batch, max_length=options.max_length, cache_bytes=int(options.cache_gib * 2**30)),
+        dtype=options.dtype,
+        matrix_dtype=options.matrix_dtype,
+        device=options.device,
+        variant="vanilla" if options.vanilla else None,
+    )
+    name = options.model_name or options.model.resolve().name
+    config = ServerConfig(model_name=name, api_key=key, defaults=sampling_defaults(options.model))
+
+    def end() -> None:
+        server.should_exit = True
+
+    worker = Worker(engine, max_waiting=options.max_waiting, on_fault=end)
+    settings = uvicorn.Config(
+        make_app(worker, config),
+        log_level="info" if options.access_log else "warning",
+        access_log=options.access_log,
+        timeout_graceful_shutdown=options.grace,
+    )
+    server = uvicorn.Server(settings)
+    host, port = listening.getsockname()[:2]
+    kernels = f", torch kernels: {engine.kernel_note}" if engine.kernel_note else ""
+    print(
+        f"serving {name} ({engine.method.variant}) at http://{f'[{host}]' if ':' in host else host}:{port}/v1\n"
+        f"{options.max_batch} sequences at once, {engine.max_length} tokens each at most, on {engine.model.device}{kernels}; "
+        f"where a request does not say: {', '.join(f'{name} {value}' for name, value in config.defaults.items())}",
+        flush=True,
+    )
+    server.run(sockets=[listening])
+    return 1 if worker.failed else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 ended as told, 1 a fault of the engine, 2 refused (the message says what to change)."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn lets requests end, and raises the signal again
+    try:
+        return run(arguments(argv))
+    except DMTDError as error:
+        print(f"{type(error).__name__}\n{error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
