@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -25,16 +25,16 @@ from megatron_dmtd.errors import CapabilityError, ConfigError, DataError, DMTDEr
 from megatron_dmtd.inference.graphs import require_cuda
 from megatron_dmtd.inference.native.build import load_kernels
 from megatron_dmtd.inference.native_ops import NativeOps
-from megatron_dmtd.inference.planner import plan_step
+from megatron_dmtd.inference.planner import StepPlan, plan_step
 from megatron_dmtd.inference.pools import KeyValuePool, Pools, PoolShape
 from megatron_dmtd.inference.prefix import PrefixIndex
+from megatron_dmtd.inference.requests import Completion, Event, FinishReason, Request
 from megatron_dmtd.inference.runner import Runner, StepMode, num_scratch_pages
-from megatron_dmtd.inference.sampler import Choice, SamplingParams, choose
+from megatron_dmtd.inference.sampler import Choice, SamplingParams, choose, described
 from megatron_dmtd.inference.scheduler import Scheduled, Scheduler, Sequence
 from megatron_dmtd.inference.text import StopStrings, load_tokenizer
 from megatron_dmtd.inference.weights import ModelWeights, load_model
 
-FinishReason = Literal["stop", "length", "cancelled", "refused"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -81,65 +81,6 @@ class EngineConfig:
                 required="pages of whole cycles",
                 remedy="choose a multiple of the cycle length",
             )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Completion:
-    """What became of one request, or of one of its n samples."""
-
-    request_id: int
-    sample: int
-    """0 to n - 1."""
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    """The output; a stop token that ended it is its last one."""
-    finish_reason: FinishReason
-    text: str | None = None
-    """The output's text, without the stop string, if stop strings were asked for."""
-    logprobs: tuple[Choice, ...] = ()
-    """One per token of the output, if asked for."""
-    refusal: DMTDError | None = None
-    """Why the request was refused."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Request:
-    """One sample being decoded."""
-
-    request_id: int
-    sample: int
-    prompt_length: int
-    max_new_tokens: int
-    params: SamplingParams
-    sequence: Sequence
-    stop_ids: frozenset[int]
-    stop_strings: StopStrings | None
-    logprobs: list[Choice] = field(default_factory=list)
-
-    @property
-    def output(self) -> list[int]:
-        """Ids chosen so far."""
-        return self.sequence.tokens[self.prompt_length :]
-
-    @property
-    def num_output(self) -> int:
-        """Their number."""
-        return len(self.sequence.tokens) - self.prompt_length
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A new token of a sample; the last one comes with its completion."""
-
-    request_id: int
-    sample: int
-    choice: Choice
-    completion: Completion | None
-
-    @property
-    def token_id(self) -> int:
-        """The token."""
-        return self.choice.token_id
 
 
 @dataclass(slots=True)
@@ -223,8 +164,9 @@ class Engine:
             DataError: The prompt is empty, too long, or has ids outside the vocabulary.
             ConfigError: A parameter is impossible.
         """
-        if max_new_tokens < 1:
-            raise ConfigError(found=f"max_new_tokens={max_new_tokens}", required="at least 1", remedy="raise max_new_tokens")
+        if max_new_tokens < (params.prompt_logprobs is None):
+            required = "at least 1, or 0 for the log probabilities of a prompt"
+            raise ConfigError(found=f"max_new_tokens={max_new_tokens}", required=required, remedy="raise max_new_tokens")
         prompt = self.check_prompt(prompt_ids, max_new_tokens)
         params.check(self.model.shape.vocab_size)
         stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self.model.stop_token_ids)))
@@ -237,7 +179,7 @@ class Engine:
                 prompt_length=len(prompt),
                 max_new_tokens=max_new_tokens,
                 params=params,
-                sequence=Sequence(tokens=list(prompt)),
+                sequence=Sequence(tokens=list(prompt), reuses_prefix=params.prompt_logprobs is None or sample > 0),
                 stop_ids=stop_ids,
                 stop_strings=StopStrings(tokenizer, params.stop) if tokenizer is not None else None,
             )
@@ -364,12 +306,41 @@ class Engine:
         plan = plan_step(self.method, [scheduled.chunk for scheduled in step])
         for scheduled in step:
             self.runner.set_pages(scheduled.sequence.slot, scheduled.sequence.tables)
-        complete = [index for index, scheduled in enumerate(step) if scheduled.is_complete]
-        logits_FV = self.runner.run(plan, [plan.last_rows[index] for index in complete])
+        complete = [(row, self._requests[id(part.sequence)]) for row, part in zip(plan.last_rows, step) if part.is_complete]
+        last_rows = [row for row, request in complete if request.max_new_tokens]
+        if scored := self._scored_rows(step, plan.last_rows):
+            logits_FV = self._score(plan, scored, last_rows)
+        else:
+            logits_FV = self.runner.run(plan, last_rows)
         self._count(step, bool(len(plan.parallel)))
         self.scheduler.finish_step(step)
-        requests = [self._requests[id(step[index].sequence)] for index in complete]
-        return [self._advance(request, choice) for request, choice in zip(requests, self._choose(logits_FV, requests))]
+        advancing = [request for _, request in complete if request.max_new_tokens]
+        events = [self._advance(request, choice) for request, choice in zip(advancing, self._choose(logits_FV, advancing))]
+        ended = [request for _, request in complete if not request.max_new_tokens]
+        return events + [Event(one.request_id, one.sample, None, self._finish(one, "length")) for one in ended]
+
+    def _scored_rows(self, step: list[Scheduled], last_rows: Ids[int]) -> list[tuple[Request, int, range]]:
+        """Of prompts whose log probabilities are asked for: the first position that the step takes, and its rows from there."""
+        found = []
+        for last_row, part in zip(last_rows, step):
+            request, chunk = self._requests[id(part.sequence)], part.chunk
+            first_row = last_row - (chunk.stop - chunk.start - 1)
+            num_rows = min(chunk.stop, request.num_scored) - chunk.start
+            if num_rows > 0:
+                found.append((request, chunk.start, range(first_row, first_row + num_rows)))
+        return found
+
+    def _score(self, plan: StepPlan, scored: list[tuple[Request, int, range]], last_rows: list[int]) -> torch.Tensor:
+        """Notes how likely tokens of prompts are. Returns the logits of `last_rows`."""
+        rows = sorted({*last_rows, *(row for _, _, own in scored for row in own)})
+        place, logits_FV = {row: index for index, row in enumerate(rows)}, self.runner.run(plan, rows)
+        for request, start, own in scored:
+            logits_KV = logits_FV[place[own[0]] : place[own[0]] + len(own)]
+            targets = request.sequence.tokens[start + 1 : start + 1 + len(own)]
+            assert request.params.prompt_logprobs is not None, "rows are scored where that is asked for"
+            del request.prompt_logprobs[start:]  # of before a preemption
+            request.prompt_logprobs += described(logits_KV, targets, num_top=request.params.prompt_logprobs)
+        return logits_FV[[place[row] for row in last_rows]]
 
     def _take_id(self) -> int:
         self._next_id += 1
@@ -410,6 +381,7 @@ class Engine:
             finish_reason=reason,
             text=request.stop_strings.text(output) if request.stop_strings else None,
             logprobs=tuple(request.logprobs),
+            prompt_logprobs=tuple(request.prompt_logprobs),
         )
 
     def _count(self, step: list[Scheduled], ran_parallel: bool) -> None:

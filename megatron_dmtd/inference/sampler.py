@@ -4,7 +4,7 @@ Randomness is a function of (seed, sample, number of the token), not a stream: a
 in other company, draws the same numbers. Order of the steps, as in transformers: bias, penalties, temperature, top-k, top-p,
 min-p.
 
-Shape legend: V vocabulary.
+Shape legend: V vocabulary, K rows.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class SamplingParams:
     """Independent samples of the prompt."""
     logprobs: int | None = None
     """Also give the log probability of each chosen token and of this many likeliest tokens, before all of the above."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt but its first. Such a prompt is computed whole: it reuses no prefix."""
     stop_token_ids: tuple[int, ...] = ()
     """End after any of these, besides the model's own."""
     ignore_eos: bool = False
@@ -67,7 +69,10 @@ class SamplingParams:
             ("logit_bias", all(0 <= token < vocab_size for token in self.logit_bias), in_vocabulary),
             ("logit_bias", all(bias < math.inf for bias in self.logit_bias.values()), "numbers below infinity"),
             ("n", self.n >= 1, "at least 1"),
-            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= vocab_size, f"from 0 to {vocab_size}"),
+            *(
+                (name, value is None or 0 <= value <= vocab_size, f"from 0 to {vocab_size}")
+                for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs))
+            ),
             ("stop_token_ids", all(0 <= token < vocab_size for token in self.stop_token_ids), in_vocabulary),
             ("stop", not isinstance(self.stop, str) and all(self.stop), "a tuple of strings that are not empty"),
         )
@@ -119,10 +124,17 @@ def choose(
         token_id = _drawn(probability_V, uniform(params.seed, sample, len(tokens) - prompt_length))
     if params.logprobs is None:
         return Choice(token_id)
-    logprob_V = logits_V.log_softmax(-1)
-    best = logprob_V.topk(params.logprobs)
-    top = tuple(zip(best.indices.tolist(), best.values.tolist()))
-    return Choice(token_id, float(logprob_V[token_id]), top)
+    return described(logits_V[None], [token_id], num_top=params.logprobs)[0]
+
+
+def described(logits_KV: torch.Tensor, token_ids: Sequence[int], *, num_top: int) -> list[Choice]:
+    """Tokens, one per row, with their log probabilities and those of the `num_top` likeliest ones."""
+    wide_KV = logits_KV.to(torch.promote_types(logits_KV.dtype, torch.float32))
+    logprob_KV = wide_KV.log_softmax(-1)
+    chosen_K = logprob_KV.gather(1, torch.tensor(token_ids, device=logprob_KV.device)[:, None])[:, 0]
+    best = logprob_KV.topk(num_top)
+    tops = zip(best.indices.tolist(), best.values.tolist())
+    return [Choice(token, logprob, tuple(zip(*top))) for token, logprob, top in zip(token_ids, chosen_K.tolist(), tops)]
 
 
 def _adjusted(logits_V: torch.Tensor, params: SamplingParams, tokens: Sequence[int], prompt_length: int) -> torch.Tensor:

@@ -29,6 +29,8 @@ class Sequence:
     slot: int = -1
     """Place in the batch; -1 while waiting."""
     num_preemptions: int = 0
+    reuses_prefix: bool = True
+    """Whether its beginning may come from the prefix index, uncomputed."""
     known: Known = field(default_factory=Known)
     """How much of it the prefix index knows."""
 
@@ -130,7 +132,7 @@ class Scheduler:
         """Let sequences in, oldest first, while there are slots, and pages for all that they and the running ones know."""
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
-            if self.prefix_index is not None:
+            if self.prefix_index is not None and sequence.reuses_prefix:
                 sequence.tables, sequence.known = self.prefix_index.attach(sequence.tokens)
                 sequence.num_taken = sequence.known.num_pages * self.prefix_index.page_size
             if self.running and not self._make_room(sequence, len(sequence.tokens), self._promised()):

@@ -98,8 +98,13 @@ class OutputText:
         self._num_given = 0
 
     @property
+    def whole(self) -> str:
+        """All text so far, with what is held back."""
+        return self._text
+
+    @property
     def num_characters(self) -> int:
-        """Of all text so far, with what is held back."""
+        """Of all text so far."""
         return len(self._text)
 
     def add(self, token_id: int, *, is_last: bool) -> str:

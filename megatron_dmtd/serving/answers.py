@@ -38,9 +38,15 @@ class Sample:
         self._text = OutputText(tokenizer, prompt_ids, stop)
         self._held_back: list[Token] = []
         self.num_tokens = 0
+        self.prompt_logprobs: Sequence[Choice] = ()
+        """Of the prompt's tokens, at the end, if asked for."""
 
     def add(self, event: Event) -> Piece | None:
         """What one more token makes certain; None if that is nothing yet."""
+        if event.completion is not None:
+            self.prompt_logprobs = event.completion.prompt_logprobs
+        if event.choice is None:
+            return Piece(text="", tokens=(), finish_reason="length")
         self.num_tokens += 1
         self._held_back.append(Token(event.choice, self._text.num_characters))
         text = self._text.add(event.token_id, is_last=event.completion is not None)
@@ -50,10 +56,25 @@ class Sample:
         return Piece(text=text, tokens=tokens, finish_reason=event.completion.finish_reason if event.completion else None)
 
 
-def _finite(logprob: float | None) -> float:
-    """JSON has no infinity; -9999 is what OpenAI's API says instead."""
-    assert logprob is not None, "log probabilities were not asked for"
-    return max(logprob, -9999.0)
+def _finite(logprob: float | None) -> float | None:
+    """JSON has no infinity; -9999 is what OpenAI's API says instead. The first token of a text has none at all."""
+    return None if logprob is None else max(logprob, -9999.0)
+
+
+def echoed(tokenizer: Any, prompt: str | None, prompt_ids: Sequence[int], choices: Sequence[Choice]) -> Piece:
+    """A prompt, to be given back before its output. `prompt`: its text, None where it came as ids. `choices`: of `Completion`."""
+    text, tokens = OutputText(tokenizer, (), ()), []
+    for index, token_id in enumerate(prompt_ids):
+        choice = choices[index - 1] if index and choices else Choice(token_id)
+        tokens.append(Token(choice, text.num_characters))
+        text.add(token_id, is_last=index == len(prompt_ids) - 1)
+    return Piece(text=text.whole if prompt is None else prompt, tokens=tuple(tokens), finish_reason=None)
+
+
+def after(first: Piece, second: Piece) -> Piece:
+    """Two pieces as one."""
+    moved = tuple(Token(token.choice, token.offset + len(first.text)) for token in second.tokens)
+    return Piece(text=first.text + second.text, tokens=first.tokens + moved, finish_reason=second.finish_reason)
 
 
 def joined(pieces: Iterable[Piece]) -> Piece:
@@ -131,12 +152,14 @@ class Answer:
         return {
             "tokens": [self._token(token.choice.token_id) for token in tokens],
             "token_logprobs": [_finite(token.choice.logprob) for token in tokens],
-            "top_logprobs": [self._by_text(token.choice.top_logprobs) for token in tokens],
+            "top_logprobs": [
+                None if token.choice.logprob is None else self._by_text(token.choice.top_logprobs) for token in tokens
+            ],
             "text_offset": [token.offset for token in tokens],
         }
 
-    def _by_text(self, top_logprobs: Sequence[tuple[int, float]]) -> Mapping[str, float]:
-        found: dict[str, float] = {}
+    def _by_text(self, top_logprobs: Sequence[tuple[int, float]]) -> Mapping[str, float | None]:
+        found: dict[str, float | None] = {}
         for token_id, logprob in top_logprobs:
             found.setdefault(self._token(token_id), _finite(logprob))  # of two tokens with one text the likelier is given
         return found

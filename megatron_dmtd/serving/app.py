@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from megatron_dmtd.errors import ConfigError, DataError, DMTDError
 from megatron_dmtd.inference import SamplingParams
 from megatron_dmtd.inference.text import encode
-from megatron_dmtd.serving.answers import Answer, Piece, Sample, Usage, joined
+from megatron_dmtd.serving.answers import Answer, Piece, Sample, Usage, after, echoed, joined
 from megatron_dmtd.serving.metrics import Metrics
 from megatron_dmtd.serving.requests import ChatRequest, CompletionRequest, GenerationRequest
 from megatron_dmtd.serving.worker import OutOfServiceError, OverloadError, Stream, Worker
@@ -77,14 +77,14 @@ def make_app(worker: Worker, config: ServerConfig) -> FastAPI:
 
     @app.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
-        prompts = [service.ids_of(prompt) for prompt in body.prompts]
-        return await service.answer(request, body, prompts, body.max_tokens, is_chat=False)
+        prompts = [Prompt(service.ids_of(prompt), prompt if isinstance(prompt, str) else None) for prompt in body.prompts]
+        return await service.answer(request, body, prompts, body.max_tokens)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         ids = service.ids_of_chat(body)
         room = max(service.worker.engine.max_length - len(ids), 1)
-        return await service.answer(request, body, [ids], room if body.most_tokens is None else body.most_tokens, is_chat=True)
+        return await service.answer(request, body, [Prompt(ids)], room if body.most_tokens is None else body.most_tokens)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -105,6 +105,15 @@ def make_app(worker: Worker, config: ServerConfig) -> FastAPI:
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return app
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is to be continued."""
+
+    ids: list[int]
+    text: str | None = None
+    """None where it came as ids."""
 
 
 class UnknownModelError(ConfigError):
@@ -185,15 +194,13 @@ class _Service:
             ) from error
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    async def answer(
-        self, request: Request, body: GenerationRequest, prompts: list[list[int]], max_new_tokens: int, *, is_chat: bool
-    ) -> Response:
+    async def answer(self, request: Request, body: GenerationRequest, prompts: list[Prompt], max_new_tokens: int) -> Response:
         self.check_model(body.model)
         params = body.sampling_params(self.config.defaults)
         form = Answer(
             tokenizer=self.tokenizer,
             model=self.config.model_name,
-            is_chat=is_chat,
+            is_chat=isinstance(body, ChatRequest),
             with_logprobs=params.logprobs is not None,
         )
         job = _Job(self, params, form)
@@ -201,7 +208,7 @@ class _Service:
         if body.stream:
             with_usage = body.stream_options is not None and body.stream_options.include_usage
             return StreamingResponse(job.chunks(with_usage=with_usage), media_type="text/event-stream")
-        return await job.whole(request)
+        return await job.whole(request, echo=isinstance(body, CompletionRequest) and body.echo)
 
 
 class _Job:
@@ -209,18 +216,20 @@ class _Job:
 
     def __init__(self, service: _Service, params: SamplingParams, form: Answer) -> None:
         self._service, self._params, self._form = service, params, form
+        self._prompts: list[Prompt] = []
         self._streams: list[Stream] = []
         self._samples: dict[int, Sample] = {}
         self._arrived_s, self._has_begun = time.perf_counter(), False
 
-    async def submit(self, prompts: list[list[int]], max_new_tokens: int) -> None:
+    async def submit(self, prompts: list[Prompt], max_new_tokens: int) -> None:
         """All prompts, or, if one is refused, none."""
+        self._prompts = prompts
         with ExitStack() as stack:
-            for ids in prompts:
-                stream = await self._service.worker.submit(ids, max_new_tokens=max_new_tokens, params=self._params)
+            for prompt in prompts:
+                stream = await self._service.worker.submit(prompt.ids, max_new_tokens=max_new_tokens, params=self._params)
                 self._streams.append(stack.enter_context(closing(stream)))
             stack.pop_all()
-        self._service.metrics.prompt_tokens.inc(sum(map(len, prompts)))
+        self._service.metrics.prompt_tokens.inc(sum(len(prompt.ids) for prompt in prompts))
 
     def close(self) -> None:
         """Cancel what is not finished."""
@@ -228,9 +237,9 @@ class _Job:
             stream.close()
         self._service.metrics.request_s.observe(time.perf_counter() - self._arrived_s)
 
-    async def whole(self, request: Request) -> Response:
-        """The answer when all is done, unless the client goes first."""
-        collecting, leaving = asyncio.ensure_future(self._outputs()), asyncio.ensure_future(_disconnected(request))
+    async def whole(self, request: Request, *, echo: bool) -> Response:
+        """The answer when all is done, unless the client goes first. `echo`: with the prompts before the outputs."""
+        collecting, leaving = asyncio.ensure_future(self._outputs(echo=echo)), asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait((collecting, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not collecting.done():
@@ -257,11 +266,16 @@ class _Job:
         finally:
             self.close()
 
-    async def _outputs(self) -> list[Piece]:
+    async def _outputs(self, *, echo: bool) -> list[Piece]:
         pieces: dict[int, list[Piece]] = {}
         async for index, piece in self._pieces():
             pieces.setdefault(index, []).append(piece)
-        return [joined(pieces[index]) for index in sorted(pieces)]
+        return [after(self._echo(index), joined(pieces[index])) if echo else joined(pieces[index]) for index in sorted(pieces)]
+
+    def _echo(self, index: int) -> Piece:
+        number = index // self._params.n
+        prompt, first_sample = self._prompts[number], self._samples[number * self._params.n]
+        return echoed(self._service.tokenizer, prompt.text, prompt.ids, first_sample.prompt_logprobs)
 
     async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """New text of all samples as it comes, with the sample's number in the answer."""

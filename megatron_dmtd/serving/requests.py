@@ -19,7 +19,6 @@ _FOR_ACCOUNTS = {"user", "metadata", "store", "service_tier", "safety_identifier
 #: what this server has not, by the values that ask for nothing, beside null
 _NOT_HERE: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -98,6 +97,11 @@ class GenerationRequest(BaseModel):
         """Likeliest tokens whose log probabilities are asked for beside the chosen one's; None: none at all."""
         raise NotImplementedError
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same of tokens of the prompt."""
+        return None
+
     def sampling_params(self, defaults: Mapping[str, float]) -> SamplingParams:
         """How the engine is to choose. `defaults`: of temperature, top_p, top_k, min_p and repetition_penalty."""
         chosen = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
@@ -111,6 +115,7 @@ class GenerationRequest(BaseModel):
             seed=secrets.randbits(63) if self.seed is None else self.seed,
             n=self.n,
             logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             stop=tuple(stop or ()),
@@ -122,12 +127,28 @@ class CompletionRequest(GenerationRequest):
 
     prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
     max_tokens: int = _DEFAULT_MAX_TOKENS
+    """0: only the prompt, for `echo`."""
     logprobs: int | None = None
+    echo: bool = False
+    """Give the prompt back before the output, with log probabilities of its tokens if those are asked for; not streamed."""
 
     @property
     def num_logprobs(self) -> int | None:
         """See `GenerationRequest`."""
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """See `GenerationRequest`."""
+        if not self.echo:
+            return None
+        return self.logprobs if self.max_tokens else self.logprobs or 0
+
+    @model_validator(mode="after")
+    def _echo_is_not_streamed(self) -> CompletionRequest:
+        if self.echo and self.stream:
+            raise ConfigError(found="echo with stream", required="one of the two", remedy="drop stream")
+        return self
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

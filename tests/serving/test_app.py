@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from megatron_dmtd.inference import Engine, SamplingParams
+from megatron_dmtd.inference import Engine, SamplingParams, score
 from megatron_dmtd.inference.text import OutputText, load_tokenizer
 from tests.serving.conftest import VARIED, serving
 
@@ -111,6 +111,26 @@ def test_logprobs_are_the_engines_and_offsets_point_into_the_text(served, folder
         assert token in expected["ab"][begin : begin + shared + len(token)], (index, begin, token)
 
 
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_an_echo_tells_how_likely_the_prompt_is(served, folder, max_tokens):
+    text = "some longer text, é"
+    ids = load_tokenizer(folder)(text)["input_ids"]
+    answer = served.client.completions.create(
+        model="tiny", prompt=[text, "ab"], max_tokens=max_tokens, echo=True, logprobs=1, n=2, extra_body=VARIED
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3] and answer.usage.completion_tokens == 4 * max_tokens
+    for choice in answer.choices[:2]:
+        given = choice.logprobs
+        assert choice.text.startswith(text) and choice.finish_reason == "length"
+        assert len(given.tokens) == len(ids) + max_tokens and given.text_offset[:6] == [0, 1, 2, 3, 4, 5]
+        assert given.token_logprobs[0] is None and given.top_logprobs[0] is None
+        expected = score(Engine(folder, device="cpu"), ids)
+        assert given.token_logprobs[1 : len(ids)] == pytest.approx(expected, abs=1e-5)
+        assert all(max(top.values()) >= logprob for top, logprob in zip(given.top_logprobs[1:], given.token_logprobs[1:]))
+    echoed = served.client.completions.create(model="tiny", prompt=ids, max_tokens=max_tokens or 1, echo=True)
+    assert echoed.choices[0].text.startswith(text) and echoed.choices[0].logprobs is None
+
+
 def test_usage_ends_a_stream_that_asks_for_it(served):
     chunks = list(
         served.client.completions.create(
@@ -164,12 +184,13 @@ def test_messages_that_the_template_refuses_and_parts_that_are_no_text_are_refus
 
 REFUSED = {
     "tools": ({"tools": [{}]}, 400, r"found: tools = .*remedy: drop tools"),
-    "echo": ({"echo": True}, 400, "found: echo = True"),
+    "echo": ({"echo": True, "stream": True}, 400, "found: echo with stream"),
     "unknown": ({"tempature": 1}, 400, "an unknown field tempature; closest: temperature"),
     "type": ({"n": "many"}, 400, "n: Input should be a valid integer"),
     "probability": ({"top_p": 7}, 400, "top_p=7"),
     "length": ({"max_tokens": 5000}, 400, "at most 512 tokens together"),
     "nothing": ({"max_tokens": 0}, 400, "max_new_tokens=0"),
+    "suffix": ({"suffix": "b"}, 400, "found: suffix = 'b'"),
     "ids": ({"prompt": [1, 999]}, 400, r"token ids \[999\]"),
     "empty": ({"prompt": ""}, 400, "an empty prompt"),
     "no prompt": ({"prompt": None}, 400, "prompt: Field required"),

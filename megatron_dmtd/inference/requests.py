@@ -1,0 +1,82 @@
+"""One sample of one request: as it is decoded, the events of it, and what becomes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron_dmtd.errors import DMTDError
+from megatron_dmtd.inference.sampler import Choice, SamplingParams
+from megatron_dmtd.inference.scheduler import Sequence
+from megatron_dmtd.inference.text import StopStrings
+
+FinishReason = Literal["stop", "length", "cancelled", "refused"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """What became of one request, or of one of its n samples."""
+
+    request_id: int
+    sample: int
+    """0 to n - 1."""
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    """The output; a stop token that ended it is its last one."""
+    finish_reason: FinishReason
+    text: str | None = None
+    """The output's text, without the stop string, if stop strings were asked for."""
+    logprobs: tuple[Choice, ...] = ()
+    """One per token of the output, if asked for."""
+    prompt_logprobs: tuple[Choice, ...] = ()
+    """One per token of the prompt but its first, if asked for; of the first of n samples."""
+    refusal: DMTDError | None = None
+    """Why the request was refused."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Request:
+    """One sample being decoded."""
+
+    request_id: int
+    sample: int
+    prompt_length: int
+    max_new_tokens: int
+    params: SamplingParams
+    sequence: Sequence
+    stop_ids: frozenset[int]
+    stop_strings: StopStrings | None
+    logprobs: list[Choice] = field(default_factory=list)
+    prompt_logprobs: list[Choice] = field(default_factory=list)
+
+    @property
+    def num_scored(self) -> int:
+        """Leading rows of the prompt whose logits say how likely the next token of the prompt is, if that is asked for."""
+        return 0 if self.sequence.reuses_prefix else self.prompt_length - 1
+
+    @property
+    def output(self) -> list[int]:
+        """Ids chosen so far."""
+        return self.sequence.tokens[self.prompt_length :]
+
+    @property
+    def num_output(self) -> int:
+        """Their number."""
+        return len(self.sequence.tokens) - self.prompt_length
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A new token of a sample; the last one comes with its completion."""
+
+    request_id: int
+    sample: int
+    choice: Choice | None
+    """None if no token was asked for."""
+    completion: Completion | None
+
+    @property
+    def token_id(self) -> int:
+        """The token."""
+        assert self.choice is not None, "no token was asked for"
+        return self.choice.token_id
