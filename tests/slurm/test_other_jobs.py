@@ -4,12 +4,15 @@ import json
 import re
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 
 from megatron_dmtd.data.token_file import TokenFile
 from megatron_dmtd.data.tokenizer import train_bpe
 from tests.slurm.conftest import ROOT
+from tests.support.slurm import wait_until
+from tests.tools.text_model import save_text_model
 from tools.preprocess import main as preprocess
 
 pytestmark = [pytest.mark.slurm, pytest.mark.multiprocess]
@@ -104,6 +107,26 @@ def test_an_array_writes_the_bytes_of_one_process(workplace, texts):
     assert joined == Path(single + ".bin").read_bytes() and len(joined) > 1000
     lengths = np.concatenate([TokenFile(shard).document_lengths_D for shard in shards])
     assert lengths.tolist() == TokenFile(single).document_lengths_D.tolist() and len(lengths) == 160
+
+
+def test_a_server_answers_at_the_address_that_the_job_gives_until_it_is_cancelled(workplace):
+    model = save_text_model(workplace.folder / "model")
+    small = ["--sbatch=--cpus-per-task=1", "--sbatch=--mem=2G", "--replace-options", "--", str(model), "--device", "cpu"]
+    job_id = workplace.launch("serve.sbatch", *small)
+
+    def answer() -> dict | None:
+        try:
+            address = (workplace.log_dir(job_id) / "address").read_text().strip()
+            port = address.removesuffix("/v1").split(":")[-1]  # the nodes are namespaces of this host
+            return httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "ab", "max_tokens": 5}).json()
+        except (OSError, ValueError, httpx.TransportError):
+            return None
+
+    wait_until(lambda: answer() is not None, what="an answer", timeout_s=90)
+    assert answer()["usage"]["completion_tokens"] == 5
+    workplace.cluster.call("scancel", job_id)
+    assert workplace.finish(job_id)["JobState"] == "CANCELLED"
+    assert answer() is None
 
 
 REFUSED = {
