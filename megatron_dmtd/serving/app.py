@@ -8,7 +8,7 @@ import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -224,11 +224,17 @@ class _Job:
     async def submit(self, prompts: list[Prompt], max_new_tokens: int) -> None:
         """All prompts, or, if one is refused, none."""
         self._prompts = prompts
-        with ExitStack() as stack:
-            for prompt in prompts:
-                stream = await self._service.worker.submit(prompt.ids, max_new_tokens=max_new_tokens, params=self._params)
-                self._streams.append(stack.enter_context(closing(stream)))
-            stack.pop_all()
+        found: list[Stream | BaseException] = []
+        try:
+            queued = (self._service.worker.submit(one.ids, max_new_tokens=max_new_tokens, params=self._params) for one in prompts)
+            found = await asyncio.gather(*queued, return_exceptions=True)
+        finally:
+            self._streams = [stream for stream in found if isinstance(stream, Stream)]
+            if len(self._streams) < len(prompts):
+                self.close()
+        for error in found:
+            if isinstance(error, BaseException):
+                raise error
         self._service.metrics.prompt_tokens.inc(sum(len(prompt.ids) for prompt in prompts))
 
     def close(self) -> None:
