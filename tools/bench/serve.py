@@ -1,10 +1,10 @@
-"""What HTTP costs: the same requests through the engine alone and through a server, in one process and one run.
+"""What HTTP costs: the same requests through the engine alone and through a server, in one run.
 
     python tools/bench/serve.py exported --clients 1 8 --threads 2
     python tools/bench/serve.py --clients 1 4 16 --rounds 5          (random weights, about 60 million of them)
 
-Each client asks for `--tokens` greedy tokens, all at once. The engine alone gets them as one list; the server gets them over
-sockets, from a process of its own, whole and streamed. The three take turns in every round; figures are medians.
+Each client asks for `--tokens` greedy tokens, all at once. The engine alone gets them as one list; a server, which is a process
+of its own, gets them over sockets, whole and streamed. The three take turns in every round; figures are medians.
 """
 
 from __future__ import annotations
@@ -13,19 +13,23 @@ import argparse
 import asyncio
 import contextlib
 import json
-import socket
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the clients' process begins without it
-    from megatron_dmtd.inference import Engine
+import httpx
+import torch
+
+from megatron_dmtd.inference import Engine, EngineConfig, SamplingParams
+
+SERVER = Path(__file__).parents[1] / "serve.py"
+#: tokens for prompts
+ROOM = 128
 
 SIZE = {
     "hidden_size": 512,
@@ -51,15 +55,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--tokens", type=int, default=128, help="of each output (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="one more is not counted (default: %(default)s)")
-    parser.add_argument("--threads", type=int, help="of the engine (default: torch's)")
+    parser.add_argument("--threads", type=int, help="of either engine (default: torch's)")
     parser.add_argument("--json", help="file to write all figures to")
-    parser.add_argument("--ask", nargs=4, metavar=("URL", "CLIENTS", "TOKENS", "STREAM"), help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
 def save_random_model(folder: Path) -> Path:
     """Random weights, and a tokenizer of bytes."""
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -75,37 +77,31 @@ def save_random_model(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def served(engine: Engine) -> Iterator[str]:
-    """The engine behind a socket; the address."""
-    import uvicorn
-
-    from megatron_dmtd.serving.app import ServerConfig, make_app
-    from megatron_dmtd.serving.worker import Worker
-
-    worker = Worker(engine, max_waiting=1000)
-    app = make_app(worker, ServerConfig(model_name="bench", defaults={"temperature": 0.0}))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-    listening = socket.socket()
-    listening.bind(("127.0.0.1", 0))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    try:
-        while not server.started:
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1/completions"
-    finally:
-        server.should_exit = True
-        thread.join()
+def served(folder: Path, num_clients: int, options: argparse.Namespace) -> Iterator[str]:
+    """A server; the address of its completions."""
+    command = [sys.executable, "-W", "ignore", str(SERVER), str(folder), "--port", "0", "--device", "cpu"]
+    command += ["--max-batch", str(num_clients), "--max-length", str(options.tokens + ROOM)]
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
+        try:
+            assert server.stdout is not None
+            yield server.stdout.readline().split()[-1] + "/completions"
+        finally:
+            server.terminate()
 
 
 async def ask(url: str, num_clients: int, num_tokens: int, *, stream: bool) -> float:
     """Seconds until all clients have all of their tokens."""
-    import httpx
-
     async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None)) as client:
 
         async def one(number: int) -> None:
-            fields = {"prompt": f"{PROMPT}{number}", "max_tokens": num_tokens, "ignore_eos": True, "stream": stream}
+            fields = {
+                "prompt": f"{PROMPT}{number}",
+                "max_tokens": num_tokens,
+                "ignore_eos": True,
+                "temperature": 0,
+                "stream": stream,
+            }
             async with client.stream("POST", url, json=fields) as answer:
                 answer.raise_for_status()
                 async for _ in answer.aiter_lines():
@@ -116,16 +112,8 @@ async def ask(url: str, num_clients: int, num_tokens: int, *, stream: bool) -> f
         return time.perf_counter() - start
 
 
-def asked(url: str, num_clients: int, num_tokens: int, *, stream: bool) -> float:
-    """The same, from a process of its own."""
-    command = [sys.executable, __file__, "--ask", url, str(num_clients), str(num_tokens), "stream" if stream else ""]
-    return float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-
-
 def alone(engine: Engine, num_clients: int, num_tokens: int) -> float:
     """Seconds of the engine."""
-    from megatron_dmtd.inference import SamplingParams
-
     prompts = [engine.tokenizer(f"{PROMPT}{number}")["input_ids"] for number in range(num_clients)]
     start = time.perf_counter()
     engine.generate(prompts, max_new_tokens=num_tokens, params=SamplingParams(ignore_eos=True))
@@ -134,29 +122,21 @@ def alone(engine: Engine, num_clients: int, num_tokens: int) -> float:
 
 def measure(folder: Path, num_clients: int, options: argparse.Namespace) -> dict[str, float]:
     """Medians of tokens per second, by way."""
-    from megatron_dmtd.inference import Engine, EngineConfig
-
-    config = EngineConfig(max_batch=num_clients, max_length=options.tokens + 128, prefix_caching=False)
+    config = EngineConfig(max_batch=num_clients, max_length=options.tokens + ROOM)
     own = Engine(folder, config, device="cpu")
     found: dict[str, list[float]] = {"engine": [], "server, whole": [], "server, streamed": []}
-    with served(Engine(folder, config, device="cpu")) as url:
+    with served(folder, num_clients, options) as url:
         for _ in range(options.rounds + 1):
             found["engine"].append(alone(own, num_clients, options.tokens))
-            found["server, whole"].append(asked(url, num_clients, options.tokens, stream=False))
-            found["server, streamed"].append(asked(url, num_clients, options.tokens, stream=True))
+            found["server, whole"].append(asyncio.run(ask(url, num_clients, options.tokens, stream=False)))
+            found["server, streamed"].append(asyncio.run(ask(url, num_clients, options.tokens, stream=True)))
     return {way: num_clients * options.tokens / statistics.median(seconds[1:]) for way, seconds in found.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0."""
     options = arguments(argv)
-    if options.ask:
-        url, clients, tokens, stream = options.ask
-        print(asyncio.run(ask(url, int(clients), int(tokens), stream=bool(stream))))
-        return 0
     if options.threads:
-        import torch
-
         torch.set_num_threads(options.threads)
     results = []
     with tempfile.TemporaryDirectory() as scratch:
