@@ -14,7 +14,7 @@ import torch
 from megatron_dmtd.config import Config
 from megatron_dmtd.errors import CheckpointError
 from megatron_dmtd.training import paths
-from tests.support.checkpoints import assert_same_checkpoint
+from tests.support.checkpoints import assert_same_checkpoint, tensors_of
 from tests.support.ranks import run_ranks
 from tests.support.tiny import VARIANTS, tiny_config, with_settings
 
@@ -103,6 +103,21 @@ def test_a_checkpoint_of_one_layout_resumes_in_another(tied: bool, corpus: tuple
         found = run_ranks(world_size, train_to, _config(corpus, tmp_path / "run", parallel=parallel, **model), steps)
         losses += found[0][0]
     assert losses == pytest.approx(whole[0], abs=2e-6)
+
+
+@pytest.mark.multiprocess
+def test_state_behind_a_padded_bucket_is_stored_in_its_place(corpus: tuple[str, str], tmp_path: Path) -> None:
+    # One parallel layer with an odd number of blocks of 64: the bucket before the shared embedding table ends in padding.
+    sections = {"model": {"intermediate_size": 66, "qk_norm": False}, "cycle": {"num_parallel_layers": 1}}
+    for name, world_size, parallel in (("one", 1, {}), ("stages", 2, {"pipeline": 2})):
+        found = run_ranks(world_size, train_to, _config(corpus, tmp_path / name, parallel=parallel, **sections), 3)
+        assert found[0][2] == 0
+    one, stages = (tensors_of(tmp_path / name / "step_00000003") for name in ("one", "stages"))
+    state = [key for key in one if key.startswith("optimizer.state.") and "embedding" in key]
+    assert len(state) == 3  # the fp32 copy and two moments
+    for key in one:
+        if one[key].is_floating_point():
+            assert torch.allclose(stages[key], one[key], rtol=1e-4, atol=1e-5 * float(one[key].abs().max())), key
 
 
 @pytest.mark.multiprocess
