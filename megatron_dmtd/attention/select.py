@@ -14,7 +14,11 @@ def _refuse(name: str, device: torch.device, *, required: str, remedy: str) -> C
     return CapabilityError(found=f"parallel.attention_backend = {name} on {device.type}", required=required, remedy=remedy)
 
 
-def select_backend(name: str, device: torch.device) -> str:
+#: narrowest heads that torch's Triton kernels of FlexAttention take (torch 2.13, `_inductor/kernel/flex/flex_attention.py`)
+FLEX_MIN_WIDTH = 16
+
+
+def select_backend(name: str, device: torch.device, *, head_width: int) -> str:
     """The backend that `name` means on `device`, for training. Raises `CapabilityError` if it cannot train there."""
     on_cpu = device.type == "cpu"
     if name == "auto":
@@ -23,6 +27,12 @@ def select_backend(name: str, device: torch.device) -> str:
         raise _refuse(name, device, required="a CPU, whose kernels it calls", remedy="use flex, or masked for short rows")
     if name == "flex" and on_cpu:
         raise _refuse(name, device, required="a GPU: torch has no backward pass of FlexAttention on a CPU", remedy="use dense")
+    if name == "flex" and head_width < FLEX_MIN_WIDTH:
+        raise CapabilityError(
+            found=f"parallel.attention_backend = flex with heads of {head_width} numbers",
+            required=f"heads of at least {FLEX_MIN_WIDTH}: torch's kernels take no narrower ones",
+            remedy="use masked for short rows, or raise model.head_dim",
+        )
     if name == "te":
         from megatron_dmtd.attention import te
 

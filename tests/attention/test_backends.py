@@ -6,6 +6,7 @@ on a CPU. The Transformer Engine backend runs on GPUs only: here its refusals ar
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_dmtd.attention.dense import DenseAttention, segments
 from megatron_dmtd.attention.flex import FlexAttention
 from megatron_dmtd.attention.masked import MaskedAttention
 from megatron_dmtd.attention.merged import CHUNK, WINDOW
+from megatron_dmtd.attention.select import FLEX_MIN_WIDTH
 from megatron_dmtd.errors import CapabilityError
 from tests.oracles.visibility import may_read, walk
 from tests.support.tiny import VARIANTS
@@ -54,11 +56,13 @@ def _slot_by_slot(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sees: list[
     return out
 
 
-def _streams(rows: int, slots: int, dtype: torch.dtype = torch.float64, *, grad: bool = False) -> list[torch.Tensor]:
+def _streams(
+    rows: int, slots: int, dtype: torch.dtype = torch.float64, *, grad: bool = False, width: int = WIDTH
+) -> list[torch.Tensor]:
     """q, k, v, real_k, real_v."""
     generator = torch.Generator().manual_seed(0)
     heads = (HEADS, GROUPS, GROUPS, GROUPS, GROUPS)
-    return [torch.randn(rows, h, slots, WIDTH, generator=generator, dtype=dtype, requires_grad=grad) for h in heads]
+    return [torch.randn(rows, h, slots, width, generator=generator, dtype=dtype, requires_grad=grad) for h in heads]
 
 
 def _shadow(backend: Any, streams: list[torch.Tensor], variant: str) -> torch.Tensor:
@@ -153,14 +157,23 @@ def test_a_layout_that_does_not_add_up_is_refused() -> None:
 
 def test_backends_are_chosen_by_device_and_refused_by_name() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert (select_backend("auto", cpu), select_backend("auto", cuda)) == ("dense", "flex")
-    assert select_backend("masked", cpu) == select_backend("masked", cuda) == "masked"
+    select = functools.partial(select_backend, head_width=16)
+    assert (select("auto", cpu), select("auto", cuda)) == ("dense", "flex")
+    assert select("masked", cpu) == select("masked", cuda) == "masked"
     with pytest.raises(CapabilityError, match="attention_backend = flex on cpu"):
-        select_backend("flex", cpu)
+        select("flex", cpu)
     with pytest.raises(CapabilityError, match="attention_backend = dense on cuda"):
-        select_backend("dense", cuda)
+        select("dense", cuda)
     with pytest.raises(CapabilityError, match="no package transformer_engine and no CUDA device"):
-        select_backend("te", cpu)
+        select("te", cpu)
+
+
+@pytest.mark.parametrize("name", ["auto", "flex"])
+def test_heads_too_narrow_for_the_kernels_of_a_gpu_are_refused(name: str) -> None:
+    cuda = torch.device("cuda")
+    with pytest.raises(CapabilityError, match="attention_backend = flex with heads of 8 numbers"):
+        select_backend(name, cuda, head_width=8)
+    assert select_backend("masked", cuda, head_width=8) == "masked"
 
 
 def test_transformer_engine_refuses_rows_whose_scores_do_not_fit() -> None:
@@ -185,7 +198,7 @@ def test_flex_equals_masked_forward_and_backward_on_a_gpu(variant: str) -> None:
     )
     results = []
     for backend in (MaskedAttention(layout), FlexAttention(layout)):
-        streams = [stream.detach().cuda().requires_grad_() for stream in _streams(2, 768, torch.float32)]
+        streams = [stream.cuda().requires_grad_() for stream in _streams(2, 768, torch.float32, width=FLEX_MIN_WIDTH)]
         out = [backend.real(*streams[:3]), _shadow(backend, streams, variant)]
         sum(part.square().sum() for part in out).backward()
         results.append([*out, *(stream.grad for stream in streams if stream.grad is not None)])

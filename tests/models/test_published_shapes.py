@@ -53,7 +53,7 @@ def step_of_fakes(forms: list[tuple[str, str]]) -> list[tuple[int, tuple[int, ..
                 transformer_config(config, on_cuda=False),
                 placement,
                 stage,
-                backend=select_backend("dense", platform.device),
+                backend=select_backend("dense", platform.device, head_width=config.model.head_dim),
             )
             check_own(config.model, {name: spec_of(parameter) for name, parameter in model.named_parameters()})
             tokens, positions = torch.zeros(1, slots, dtype=torch.long), torch.arange(slots)[None]
