@@ -74,8 +74,9 @@ class DMTDCache(Cache):
     ) -> None:
         """Put K and V `[..., G, E]` at `row` and `position`, two index tensors that broadcast to `[...]`.
 
-        `capacity` is at least the largest position plus one.
+        `capacity` is at least the largest position plus one. Layers, and what is kept of them, may lie on several devices.
         """
+        row, position = row.to(key.device), position.to(key.device)
         for store, new in ((self._keys, key), (self._values, value)):
             buffer = _grown(store[layer], new, batch_size=len(self.lengths), capacity=capacity)
             buffer[row, position] = new
@@ -88,6 +89,7 @@ class DMTDCache(Cache):
             raise AssertionError(f"layer {layer} has not been written")
         if len(row_R) == len(self.lengths):
             return keys[:, :length], values[:, :length]
+        row_R = row_R.to(keys.device)
         return keys[row_R, :length], values[row_R, :length]
 
     # What transformers asks of a cache.

@@ -35,6 +35,21 @@ class Pass:
     sin_BTE: torch.Tensor
     visibility: Visibility
     exchange: KeyValueExchange
+    elsewhere: dict[torch.device, Pass] = dataclasses.field(default_factory=dict, repr=False)
+    """This pass on the other devices that hold layers."""
+
+    def on(self, device: torch.device) -> Pass:
+        """The same pass on `device`. A `device_map` of transformers spreads layers, and moves hidden states alone."""
+        if self.cos_BTE.device == device:
+            return self
+        if device not in self.elsewhere:
+            self.elsewhere[device] = Pass(
+                cos_BTE=self.cos_BTE.to(device),
+                sin_BTE=self.sin_BTE.to(device),
+                visibility=self.visibility.on(device),
+                exchange=self.exchange,
+            )
+        return self.elsewhere[device]
 
 
 class DMTDQwen3RMSNorm(nn.Module):
@@ -133,6 +148,7 @@ class DMTDQwen3DecoderLayer(nn.Module):
 
     def forward(self, hidden_BTX: torch.Tensor, run: Pass, *, num_key_only: int = 0) -> torch.Tensor:
         """The first `num_key_only` slots give K and V only; the others' hidden states are returned."""
+        run = run.on(hidden_BTX.device)
         attended_BQX = self.self_attn(self.input_layernorm(hidden_BTX), run, num_key_only=num_key_only)
         hidden_BQX = hidden_BTX[:, num_key_only:] + attended_BQX
         return hidden_BQX + self.mlp(self.post_attention_layernorm(hidden_BQX))

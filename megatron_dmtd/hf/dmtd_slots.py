@@ -46,6 +46,12 @@ class Slots:
             position_BT=torch.cat([self.position_BT, other.position_BT], dim=1),
         )
 
+    def on(self, device: torch.device) -> Slots:
+        """The same slots on `device`."""
+        parts = (self.is_real_BT, self.document_BT, self.position_BT)
+        is_real_BT, document_BT, position_BT = (part.to(device) for part in parts)
+        return Slots(is_real_BT=is_real_BT, document_BT=document_BT, position_BT=position_BT)
+
 
 class Visibility:
     """The rule of cycles between query slots and key slots, as boolean masks in blocks of queries."""
@@ -55,6 +61,10 @@ class Visibility:
         self.num_queries = queries.position_BT.shape[1]
         self._keep = queries.position_BT.numel() * keys.position_BT.shape[1] <= KEPT_MASK_ELEMENTS
         self._kept: dict[tuple[int, int], torch.Tensor] = {}
+
+    def on(self, device: torch.device) -> Visibility:
+        """The same rule on `device`."""
+        return Visibility(self.queries.on(device), self.keys.on(device), self.config)
 
     def blocks(self, first_query: int) -> Iterator[tuple[int, int, torch.Tensor]]:
         """`(start, stop, mask [B, stop - start, K])` of the queries from `first_query` on."""

@@ -104,12 +104,13 @@ class DMTDQwen3Model(DMTDQwen3PreTrainedModel):
         def exchange(layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             if cache is not None:
                 position_M, capacity = columns.position_Bn[row_M, column_M], max(cache.lengths)
-                tokens_k, tokens_v = key[row_M, column_M], value[row_M, column_M]
+                token_M = row_M.to(key.device), column_M.to(key.device)
+                tokens_k, tokens_v = key[token_M], value[token_M]
                 cache.write(layer, tokens_k, tokens_v, row=row_M, position=position_M, capacity=capacity)
             return key, value
 
         hidden_BnX = self._sequential(hidden_BnX, columns.slots(), columns.slots(), exchange)
-        return hidden_BnX.masked_fill(~columns.is_token_Bn[:, :, None], 0.0)
+        return hidden_BnX.masked_fill(~columns.is_token_Bn.to(hidden_BnX.device)[:, :, None], 0.0)
 
     def _parallel_prompt(self, layout: CompleteLayout, cache: DMTDCache | None) -> torch.Tensor:
         """Shadow hidden states `[B, N, X]` after the last parallel layer.
@@ -215,12 +216,14 @@ class DMTDQwen3Model(DMTDQwen3PreTrainedModel):
     def _parallel(
         self, hidden_BTX: torch.Tensor, queries: Slots, keys: Slots, exchange: KeyValueExchange, *, num_real: int
     ) -> torch.Tensor:
-        """The parallel layers. The first `num_real` slots stop at the last layer's K and V; the others come out."""
-        run = self._pass(hidden_BTX, queries, keys, exchange)
+        """The parallel layers. The first `num_real` slots stop at the last layer's K and V; the others come out, on the device on
+        which they went in.
+        """
+        run, device = self._pass(hidden_BTX, queries, keys, exchange), hidden_BTX.device
         *earlier, last = self.layers[: self.config.num_parallel_layers]
         for layer in earlier:
             hidden_BTX = layer(hidden_BTX, run)
-        return last(hidden_BTX, run, num_key_only=num_real)
+        return last(hidden_BTX, run, num_key_only=num_real).to(device)
 
     def _sequential(self, hidden_BTX: torch.Tensor, queries: Slots, keys: Slots, exchange: KeyValueExchange) -> torch.Tensor:
         run = self._pass(hidden_BTX, queries, keys, exchange)
@@ -298,8 +301,9 @@ class DMTDQwen3ForCausalLM(DMTDQwen3PreTrainedModel, GenerationMixin):
             cache=cache,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits_BnV = self.lm_head(output.last_hidden_state[:, kept])
+        hidden_BnX = output.last_hidden_state
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep.to(hidden_BnX.device)
+        logits_BnV = self.lm_head(hidden_BnX[:, kept])
         loss = None
         if labels is not None:
             assert input_ids is not None

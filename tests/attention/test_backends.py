@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from megatron_dmtd.attention import StreamLayout, make_backend, select_backend
+from megatron_dmtd.attention import flex as flex_backend
 from megatron_dmtd.attention import te as te_backend
 from megatron_dmtd.attention.dense import DenseAttention, segments
 from megatron_dmtd.attention.flex import FlexAttention
@@ -166,6 +168,20 @@ def test_backends_are_chosen_by_device_and_refused_by_name() -> None:
         select("dense", cuda)
     with pytest.raises(CapabilityError, match="no package transformer_engine and no CUDA device"):
         select("te", cpu)
+
+
+def test_flex_is_compiled_for_every_shape_and_never_evaluates_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = CompileCounterWithBackend("eager")  # what is compiled for a GPU cannot be compiled here; when it is, can be seen
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    monkeypatch.setattr(flex_backend, "_compiled", functools.cache(flex_backend._compiled.__wrapped__))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)  # torch's own is 8, which a Refresh model reaches
+    shapes = range(4)
+    for slots in (CYCLE * (shape + 1) for shape in shapes):
+        for documents in (((slots,),), ((CYCLE, slots - CYCLE) if slots > CYCLE else (slots,),)):
+            attention = FlexAttention(_layout(documents, "bidirectional-refresh"))
+            with torch.no_grad():
+                _shadow(attention, _streams(1, slots, torch.float32), "bidirectional-refresh")
+    assert counter.frame_count == 2 * len(shapes)  # the mask and the attention; other documents change neither
 
 
 @pytest.mark.parametrize("name", ["auto", "flex"])
