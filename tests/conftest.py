@@ -1,7 +1,8 @@
-"""Corpora that several tests read."""
+"""Corpora that several tests read, and no GPU but for the tests that ask for one."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,13 @@ import torch
 
 # One thread: forked children of a process that used more would wait for threads that they do not have.
 torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """All other tests say what a CPU gives, several ranks of them on whatever machine: there they must find none."""
+    words = str(config.getoption("markexpr")).replace("not gpu", "").split()
+    if "gpu" not in words:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,6 @@ from megatron_dmtd.attention.joined import JoinedKeysAttention
 from megatron_dmtd.attention.protocol import StreamLayout
 from megatron_dmtd.cycle.mask import MaskMod, causal_document_mask_mod, mask_mod, shadow_attention_slots
 
-
 #: Compilations per function and process. Each kind of layer has its own strides, with gradients and without: eight of a Refresh
 #: model, which is torch's own limit.
 _MOST_COMPILATIONS = 64
@@ -28,7 +27,8 @@ _MOST_COMPILATIONS = 64
 @cache
 def _compiled(function: Any) -> Any:
     """Compiled once per process. Never uncompiled, as torch would go on beyond its limit: that evaluates every pair of slots."""
-    return torch.compile(function, dynamic=False, fullgraph=True, recompile_limit=_MOST_COMPILATIONS)
+    # torch's own overloads lack recompile_limit
+    return torch.compile(function, dynamic=False, fullgraph=True, recompile_limit=_MOST_COMPILATIONS)  # type: ignore[call-overload]
 
 
 class FlexAttention(JoinedKeysAttention):

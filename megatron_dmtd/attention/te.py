@@ -38,6 +38,12 @@ def score_bytes(*, rows: int, heads: int, slots: int, keys: int, bytes_per_score
     return rows * slots * keys * (2 * heads * bytes_per_score + 1)
 
 
+def free_bytes(device: torch.device) -> int:
+    """What the driver has left, and what torch's allocator holds and nobody uses: after a first step, nearly all."""
+    driver, _ = torch.cuda.mem_get_info(device)
+    return driver + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def require_memory(needed: int, available: int, *, slots: int) -> None:
     """Raise `CapabilityError` if one layer's scores do not fit."""
     if needed > available:
@@ -58,7 +64,7 @@ class TransformerEngineAttention(MaskedAttention):
 
         rows, heads, slots, width = q_BHND.shape
         needed = score_bytes(rows=rows, heads=heads, slots=slots, keys=k_BGKD.shape[2], bytes_per_score=q_BHND.element_size())
-        require_memory(needed, torch.cuda.mem_get_info(q_BHND.device)[0], slots=slots)
+        require_memory(needed, free_bytes(q_BHND.device), slots=slots)
         attend: Any = DotProductAttention(
             num_attention_heads=heads,
             kv_channels=width,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import io
 import multiprocessing
 import os
@@ -88,6 +89,7 @@ def _die_with(parent: int) -> None:
 def _write_files(parent: int, write: Callable[..., None], rank: int, buckets: list[Any], report: Connection) -> None:
     """The background process: write this rank's files, and report Megatron's results, the digests and what went wrong."""
     _die_with(parent)
+    gc.disable()  # it would free tensors of the parent's GPU, of which this process knows nothing
     # Megatron writes from processes of its own. A killed writer may leave them waiting for it, holding the report's pipe open.
     os.register_at_fork(after_in_child=functools.partial(_die_with, os.getpid()))
     torch.set_num_threads(1)  # threads of the parent do not exist here, and waiting for them would never end
@@ -116,6 +118,8 @@ class _Running:
     config_yaml: str
     process: Any
     """Writes this rank's files; None where the rank has none."""
+    host_copy: list[Any]
+    """What is being written. Of a GPU it is pinned memory, which a fork need not copy: let go of, torch would use it again."""
     report: Connection | None
 
     def is_writing(self) -> bool:
@@ -178,7 +182,8 @@ class Saver:
         buffer = io.BytesIO()
         if self._is_first_rank:
             torch.save(common, buffer)
-        process, report = self._fork(request)
+        host_copy = request.preload_fn() if request.async_fn is not None else []
+        process, report = self._fork(request, host_copy)
         self._running = _Running(
             step=self._run.step,
             partial=partial,
@@ -186,6 +191,7 @@ class Saver:
             common=buffer.getvalue(),
             config_yaml=to_yaml(self._run.config),
             process=process,
+            host_copy=host_copy,
             report=report,
         )
         self.blocking_s = time.perf_counter() - started
@@ -208,10 +214,10 @@ class Saver:
         return self._root / name
 
     @staticmethod
-    def _fork(request: Any) -> tuple[Any, Connection | None]:
+    def _fork(request: Any, buckets: list[Any]) -> tuple[Any, Connection | None]:
+        """`buckets` are in host memory; on a CPU they are the tensors themselves, which the fork keeps as they are."""
         if request.async_fn is None:
             return None, None
-        buckets = request.preload_fn()  # to host memory; on a CPU the tensors themselves, which the fork keeps as they are
         context = multiprocessing.get_context("fork")
         receiver, sender = context.Pipe(duplex=False)
         arguments = (os.getpid(), request.async_fn, torch.distributed.get_rank(), buckets, sender)

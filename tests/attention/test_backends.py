@@ -200,6 +200,13 @@ def test_transformer_engine_refuses_rows_whose_scores_do_not_fit() -> None:
         te_backend.require_memory(needed, 2**30, slots=4096)
 
 
+def test_memory_that_torch_holds_and_nobody_uses_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"mem_get_info": (2 * 2**30, 80 * 2**30), "memory_reserved": 70 * 2**30, "memory_allocated": 30 * 2**30}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, answer=answer: answer)
+    assert te_backend.free_bytes(torch.device("cuda")) == 42 * 2**30
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_flex_equals_masked_forward_and_backward_on_a_gpu(variant: str) -> None:

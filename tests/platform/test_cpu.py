@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from megatron_dmtd.platform import current_platform, prepare_megatron
@@ -52,6 +54,11 @@ def test_a_forked_random_state_goes_on_where_it_was_left_and_the_outer_one_does_
     assert outer == [torch.rand(1).item(), torch.rand(1).item()]
     torch.manual_seed(5 + 2718)
     assert inner == [torch.rand(1).item(), torch.rand(1).item()]
+
+
+def test_tests_that_do_not_ask_for_a_gpu_find_none() -> None:
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert not torch.cuda.is_available()
 
 
 def test_the_platform_describes_itself() -> None:

@@ -49,7 +49,7 @@ def _save_in_both_ways(config: Config, other: str) -> tuple[bool, bool, list[str
     Saver(run, other).save(progress)
     saver.start(progress)
     hidden = [path.name for path in Path(config.checkpoint.dir).iterdir()] if torch.distributed.get_rank() == 0 else []
-    was_active = saver.is_active
+    was_active = saver.is_active and len(saver._running.host_copy) > 0  # held: of a GPU, its memory would be used again
     for _ in range(3):
         train_step(run, iterator)  # weights and moments change while the writer writes them
     final = saver.finish()
