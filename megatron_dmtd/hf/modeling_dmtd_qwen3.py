@@ -29,7 +29,14 @@ from .dmtd_slots import Columns, CompleteLayout, Slots, Visibility, complete_lay
 #: Output field of the cache: transformers renamed `past_key_values` to `cache` in 5.x.
 CACHE_FIELD = "cache" if "cache" in {field.name for field in dataclasses.fields(CausalLMOutputWithPast)} else "past_key_values"
 #: Arguments that transformers' loops pass along and that change nothing here.
-IGNORED_ARGUMENTS = {"cache_position", "return_dict", "output_attentions", "output_hidden_states", "num_items_in_batch"}
+IGNORED_ARGUMENTS = {
+    "cache_position",
+    "return_dict",
+    "output_attentions",
+    "output_hidden_states",
+    "num_items_in_batch",
+    "tokenizer",  # which `generate` takes for `stop_strings`
+}
 #: `generate` options that need a cache that can go backwards, hold a fixed size, or take a prompt in pieces.
 REFUSED_GENERATION = (
     "assistant_model",

@@ -3,13 +3,19 @@
 No token may come twice, nor the MASK: random models soon repeat one token for ever, and every test would pass on that.
 """
 
+import string
+
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
 from megatron_dmtd.hf import DMTDCache
-from tests.hf.tiny import MASK_ID, each_variant, random_ids, tiny_model
+from tests.hf.tiny import MASK_ID, VOCABULARY, each_variant, random_ids, tiny_model
 
 OPTIONS = {
     "max_new_tokens": 11,
@@ -155,3 +161,16 @@ def test_modes_that_cannot_work_are_refused_by_name(options, found):
     model = tiny_model("causal-refresh")
     with pytest.raises(ValueError, match=found):
         model.generate(random_ids(1, 4), max_new_tokens=2, **options)
+
+
+@each_variant
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_stop_strings_end_an_output_anywhere_in_a_cycle(variant, count):
+    model, ids = tiny_model(variant), random_ids(1, 4)
+    characters = (string.ascii_letters + string.digits)[:VOCABULARY]
+    one_by_one = Tokenizer(WordLevel({character: index for index, character in enumerate(characters)}, unk_token="a"))
+    one_by_one.pre_tokenizer, one_by_one.decoder = Split(Regex("."), "isolated"), Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=one_by_one)
+    expected = argmax_continuation(model, ids, count)
+    stop = characters[int(expected[0, -1])]
+    assert torch.equal(greedy(model, ids, stop_strings=[stop], tokenizer=tokenizer), expected)
