@@ -11,6 +11,8 @@ refused by itself, and harms no other. Nothing here imports Megatron.
 from __future__ import annotations
 
 import dataclasses
+import numbers
+import operator
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
@@ -164,9 +166,15 @@ class Engine:
             DataError: The prompt is empty, too long, or has ids outside the vocabulary.
             ConfigError: A parameter is impossible.
         """
-        if max_new_tokens < (params.prompt_logprobs is None):
-            required = "at least 1, or 0 for the log probabilities of a prompt"
-            raise ConfigError(found=f"max_new_tokens={max_new_tokens}", required=required, remedy="raise max_new_tokens")
+        if not isinstance(params, SamplingParams):
+            raise ConfigError(
+                found=f"params of type {type(params).__name__}",
+                required="SamplingParams",
+                remedy="write for example params=SamplingParams(temperature=0.8)",
+            )
+        if not isinstance(max_new_tokens, numbers.Integral) or max_new_tokens < (params.prompt_logprobs is None):
+            required = "an integer of at least 1, or 0 for the log probabilities of a prompt"
+            raise ConfigError(found=f"max_new_tokens={max_new_tokens!r}", required=required, remedy="change max_new_tokens")
         prompt = self.check_prompt(prompt_ids, max_new_tokens)
         params.check(self.model.shape.vocab_size)
         stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self.model.stop_token_ids)))
@@ -193,8 +201,8 @@ class Engine:
         return load_tokenizer(self.model.directory)
 
     def check_prompt(self, prompt_ids: Ids[int], max_new_tokens: int) -> list[int]:
-        """The prompt as a list. Raises `DataError` if it is empty, too long together with its output, or has unknown ids."""
-        prompt = [int(token) for token in prompt_ids]
+        """The prompt as a list. Raises `DataError` if it is no list of ids, empty, or too long, or has unknown ids."""
+        prompt = _integers(prompt_ids)
         if not prompt:
             raise DataError(found="an empty prompt", required="at least one token", remedy="start with a token, such as bos")
         vocab_size = self.model.shape.vocab_size
@@ -247,7 +255,7 @@ class Engine:
             Completions in the order of the prompts, n for each. A prompt that cannot be served has one, with
             `finish_reason` "refused" and the error as `refusal`; the others are not concerned.
         """
-        texts = [tuple(prompt) for prompt in prompts]
+        texts = list(prompts)
         all_params = [params] * len(texts) if isinstance(params, SamplingParams) else list(params)
         if len(all_params) != len(texts):
             raise ConfigError(
@@ -262,7 +270,7 @@ class Engine:
                 request_id, num_samples = self.submit(prompt, max_new_tokens=max_new_tokens, params=own), own.n
             except DMTDError as refusal:
                 request_id, num_samples = self._take_id(), 1
-                done[request_id, 0] = _refused(request_id, prompt, refusal)
+                done[request_id, 0] = _refused(request_id, _shown(prompt), refusal)
             order.extend((request_id, sample) for sample in range(num_samples))
         for event in self._serve({request_id for request_id, _ in order}):
             if event.completion is not None:
@@ -389,6 +397,26 @@ class Engine:
         self.stats.num_parallel_passes += ran_parallel
         sizes = [scheduled.chunk.stop - scheduled.chunk.start for scheduled in step]
         self.stats.num_prompt_tokens += sum(size for size in sizes if size > 1)
+
+
+def _integers(prompt_ids: object) -> list[int]:
+    """A prompt's ids. Raises `DataError` for a text, a number, or ids that are no integers: none of them is guessed at."""
+    remedy = "tokenize the text, and pass a list of such lists"
+    if isinstance(prompt_ids, str | bytes) or not isinstance(prompt_ids, Iterable):
+        raise DataError(found=f"a prompt of type {type(prompt_ids).__name__}", required="a list of token ids", remedy=remedy)
+    tokens = list(prompt_ids)
+    try:
+        return [operator.index(token) for token in tokens]
+    except TypeError as error:
+        raise DataError(found=f"a prompt of {tokens[:5]!r}", required="a list of token ids, integers", remedy=remedy) from error
+
+
+def _shown(prompt: object) -> tuple[int, ...]:
+    """The ids of a refused prompt, as far as it has any."""
+    try:
+        return tuple(_integers(prompt))
+    except DataError:
+        return ()
 
 
 def _refused(request_id: int, prompt: tuple[int, ...], refusal: DMTDError) -> Completion:

@@ -10,7 +10,8 @@ Shape legend: V vocabulary, K rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import numbers
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -57,6 +58,7 @@ class SamplingParams:
 
     def check(self, vocab_size: int) -> None:
         """Accept the values, or raise `ConfigError` naming the first that is impossible."""
+        self._check_types()
         in_vocabulary = f"ids from 0 to {vocab_size - 1}"
         checks = (
             ("temperature", 0 <= self.temperature < math.inf, "a finite number, at least 0"),
@@ -80,6 +82,12 @@ class SamplingParams:
             if not is_fine:
                 raise ConfigError(found=f"{name}={getattr(self, name)!r}", required=required, remedy=f"change {name}")
 
+    def _check_types(self) -> None:
+        """Refuse by name what would break a step in which other requests take part, or be read as something else."""
+        for name, is_right, required in _TYPES:
+            if not is_right(getattr(self, name)):
+                raise ConfigError(found=f"{name}={getattr(self, name)!r}", required=required, remedy=f"change {name}")
+
     @property
     def is_plain_greedy(self) -> bool:
         """The token is the largest logit and nothing more is asked for."""
@@ -91,6 +99,37 @@ class SamplingParams:
             and not self.logit_bias
             and self.logprobs is None
         )
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_bias(value: object) -> bool:
+    return isinstance(value, Mapping) and all(_is_integer(token) and _is_number(bias) for token, bias in value.items())
+
+
+def _is_list(of: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, list | tuple | set | frozenset) and all(map(of, value))
+
+
+#: type of each parameter, and how to say it
+_TYPES: tuple[tuple[str, Callable[[object], bool], str], ...] = (
+    *((name, _is_integer, "an integer") for name in ("top_k", "seed", "n")),
+    *(
+        (name, lambda value: value is None or _is_integer(value), "an integer or None")
+        for name in ("logprobs", "prompt_logprobs")
+    ),
+    *((name, _is_number, "a number") for name in ("temperature", "top_p", "min_p", "repetition_penalty")),
+    *((name, _is_number, "a number") for name in ("presence_penalty", "frequency_penalty")),
+    ("logit_bias", _is_bias, "numbers by token id"),
+    ("stop_token_ids", _is_list(_is_integer), "a tuple of token ids"),
+    ("stop", _is_list(lambda value: isinstance(value, str)), "a tuple of strings that are not empty"),
+)
 
 
 @dataclass(frozen=True, slots=True)

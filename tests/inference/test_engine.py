@@ -168,6 +168,27 @@ def test_impossible_parameters_are_refused(pairs):
         engine.generate([[1]], max_new_tokens=4, params=[GREEDY, GREEDY])
 
 
+@pytest.mark.parametrize("prompt", ["text", 5, None, [1.5], ["1"], [[1]]], ids=repr)
+def test_what_is_no_list_of_ids_is_refused_and_not_guessed_at(pairs, prompt):
+    engine = pairs["causal-refresh"].engine()
+    good, bad = engine.generate([[1, 2], prompt], max_new_tokens=3)
+    assert (good.finish_reason, bad.finish_reason, bad.prompt_ids) == ("length", "refused", ())
+    assert "list of token ids" in str(bad.refusal)
+    assert not engine.has_work
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("max_new_tokens", [1.5, "3", None], ids=repr)
+def test_a_length_cap_that_is_no_integer_is_refused(pairs, max_new_tokens):
+    with pytest.raises(ConfigError, match="an integer of at least 1"):
+        pairs["causal-refresh"].engine().submit([1], max_new_tokens=max_new_tokens)
+
+
+def test_parameters_of_another_type_are_refused(pairs):
+    with pytest.raises(ConfigError, match="params of type dict"):
+        pairs["causal-refresh"].engine().submit([1], max_new_tokens=1, params={"temperature": 1.0})
+
+
 def test_streams_give_the_same_tokens_and_leave_other_requests_their_events(pair: Pair):
     engine = pair.engine()
     first, second = prompts_of([6, 11], seed=140)
