@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jsonargparse
 
+from megatron_dmtd.config.load import RawHelp
 from megatron_dmtd.config.sections import Variant
 from megatron_dmtd.cycle import VANILLA, decoding_picture, history_picture, mask_picture, save_mask_png
 from megatron_dmtd.errors import ConfigError, DMTDError
@@ -38,7 +39,7 @@ def parse_document_lengths(text: str) -> tuple[int, ...]:
 
 def _parser() -> jsonargparse.ArgumentParser:
     parser = jsonargparse.ArgumentParser(
-        prog="inspect_mask.py", description=f"{__doc__}\n{EXAMPLES}", formatter_class=_RawHelp, allow_abbrev=False
+        prog="inspect_mask.py", description=f"{__doc__}\n{EXAMPLES}", formatter_class=RawHelp, allow_abbrev=False
     )
     parser.add_argument("--variant", type=Variant, default="bidirectional-refresh", help="which rule to draw")
     parser.add_argument("--cycle-length", type=int, default=4, help="tokens per cycle")
@@ -56,13 +57,6 @@ def _parser() -> jsonargparse.ArgumentParser:
     )
     parser.add_argument("--png", type=str, default="", help="also draw the grid to this file (needs matplotlib)")
     return parser
-
-
-class _RawHelp(jsonargparse.DefaultHelpFormatter):
-    """Keep the line breaks of the description."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n".join(indent + line for line in text.strip().splitlines())
 
 
 def check(args: jsonargparse.Namespace) -> None:

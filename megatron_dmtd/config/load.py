@@ -32,9 +32,18 @@ def known_keys() -> list[str]:
     return [f"{name}.{item.name}" for name, section in _sections().items() for item in dataclasses.fields(section)]
 
 
+class RawHelp(jsonargparse.DefaultHelpFormatter):
+    """Keep the line breaks of the description."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "".join(indent + line for line in text.splitlines(keepends=True))
+
+
 def make_parser(*, description: str, prog: str | None = None) -> jsonargparse.ArgumentParser:
     """A parser of `--config FILE` and of one `--section.field` per configuration field."""
-    parser = jsonargparse.ArgumentParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False)
+    parser = jsonargparse.ArgumentParser(
+        prog=prog, description=description, formatter_class=RawHelp, exit_on_error=False, allow_abbrev=False
+    )
     parser.add_argument("--config", action="config", help="YAML file of settings; may be given more than once, later ones win")
     for name, section in _sections().items():
         parser.add_class_arguments(section, name)
@@ -59,6 +68,9 @@ _UNKNOWN = (
     re.compile(r"Option '(?P<leaf>[\w.]+)' is not accepted"),
 )
 
+#: how it words a single value where a list belongs
+_NO_LIST = re.compile(r'Parser key "(?P<key>[\w.]+)":\s+Expected a <class \'tuple\'>\. Got value: (?P<value>[^\n\[\]]+)$')
+
 
 def _as_config_error(error: Exception) -> ConfigError:
     text = str(error).strip()
@@ -66,6 +78,11 @@ def _as_config_error(error: Exception) -> ConfigError:
         if match := pattern.search(text):
             key = ".".join(part for part in (match.groupdict().get("group"), match["leaf"]) if part)
             return ConfigError(found=f"unknown setting {key}", required="a known setting", remedy=_closest(key))
+    if match := _NO_LIST.search(text):
+        remedy = (
+            f"write a list: --{match['key']} '[{match['value']}]', or {match['key'].split('.')[-1]}: [{match['value']}] in YAML"
+        )
+        return ConfigError(found=f"{match['key']} = {match['value']}", required="a list", remedy=remedy)
     return ConfigError(found=text, required="values of the types that --help shows", remedy="correct the setting named above")
 
 

@@ -19,7 +19,7 @@ def _require_positive(section: str, values: dict[str, float]) -> None:
             value > 0,
             found=f"{section}.{name} = {value}",
             required="a positive number",
-            remedy=f"set {section}.{name} to 1 or more",
+            remedy=f"set {section}.{name} to a number above 0",
         )
 
 
@@ -240,6 +240,7 @@ def _validate_optimizer(config: Config) -> None:
             required="at least 0 and less than 1",
             remedy=f"set optimizer.{name} in [0, 1)",
         )
+    _require_positive("training", {"steps": config.training.steps})
     end = optimizer.decay_steps or config.training.steps
     _require(
         optimizer.warmup_steps < end,
@@ -257,7 +258,7 @@ def _validate_optimizer(config: Config) -> None:
 
 def _validate_training(config: Config) -> None:
     training = config.training
-    _require_positive("training", {name: getattr(training, name) for name in ("steps", "micro_batch_size", "global_batch_size")})
+    _require_positive("training", {name: getattr(training, name) for name in ("micro_batch_size", "global_batch_size")})
     names = ("eval_interval", "eval_batches", "seed", "max_bad_steps", "watchdog_s")
     _require_not_negative("training", {name: getattr(training, name) for name in names})
     _validate_ramp_up(training)

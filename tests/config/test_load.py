@@ -29,9 +29,10 @@ def test_later_settings_win_and_yaml_gives_the_same_configuration_back(tmp_path:
         (["--optimizer.learning_rate", "1"], "unknown setting optimizer.learning_rate", "did you mean"),
         (["--lr", "1"], "unknown setting lr", "did you mean optimizer.lr?"),
         (["--zzzzzz", "1"], "unknown setting zzzzzz", "see --help"),
+        (["--data.train", "data/a"], "data.train = data/a", "write a list: --data.train '[data/a]'"),
     ],
 )
-def test_an_unknown_setting_names_the_closest_one(arguments: list[str], found: str, remedy: str) -> None:
+def test_a_setting_that_cannot_be_read_says_what_to_write(arguments: list[str], found: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(arguments)
     assert caught.value.found == found
@@ -61,3 +62,8 @@ def test_help_explains_every_setting() -> None:
     for key in known_keys():
         assert f"--{key} " in text
     assert "Tokens per cycle." in text
+
+
+def test_the_help_keeps_the_lines_of_the_description() -> None:
+    text = make_parser(description="First line.\n\n  a list\n  of two", prog="train.py").format_help()
+    assert "First line.\n\n  a list\n  of two\n" in text
