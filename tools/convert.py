@@ -9,7 +9,8 @@
 `import` makes a checkpoint to start training from (`checkpoint.init_from`). `export` takes a checkpoint, or a run's newest one.
 `verify` and `diff` compare any two of Hugging Face directories, checkpoints and runs, bit for bit: `verify` names all that
 differs, `diff` also says by how much. A checkpoint that is read is first compared with its checksums, unless
-`--skip-checksums` is given. Exit status: 0 done or equal, 1 different, 2 refused.
+`--skip-checksums` is given. Exit status: 0 done or equal, 1 different, 2 refused,
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -191,12 +192,15 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done or equal, 1 different, 2 refused (the message says what to change)."""
+    """Exit status: 0 done or equal, 1 different, 2 refused (the message says what to change), 130 interrupted."""
     try:
         return _run(_parser().parse_args(argv))
     except DMTDError as error:
         print(f"{type(error).__name__}\n{error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted: nothing half-written stays; start the same command again", file=sys.stderr)
+        return 130
 
 
 def _end_on_signal(number: int, frame: object) -> None:

@@ -59,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DMTDError as error:
         print(error, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted: no tokenizer was written", file=sys.stderr)
+        return 130
     print(f"{parsed.output}: {size} tokens")
     if size < parsed.vocab_size:
         print(f"the corpus holds too few frequent pairs for {parsed.vocab_size}")

@@ -56,10 +56,17 @@ def built_aside(directory: Path, *, num_bytes: int = 0) -> Iterator[Path]:
     the block runs.
     """
     refuse_used(directory)
+    directory = directory.resolve()  # a symbolic link stays, and what it names takes the place
     require_room(directory, num_bytes)
-    directory.parent.mkdir(parents=True, exist_ok=True)
     aside = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.partial")
-    aside.mkdir()
+    try:
+        aside.mkdir(parents=True)
+    except OSError as error:
+        raise ConversionError(
+            found=f"{aside.parent}: {error.strerror}",
+            required="a directory that can be written to",
+            remedy="choose another output",
+        ) from error
     try:
         yield aside
         os.replace(aside, directory)  # an empty directory may stand there

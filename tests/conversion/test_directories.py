@@ -70,3 +70,21 @@ def test_a_disk_that_fills_up_meanwhile_is_a_refusal_too(tmp_path):
 def test_other_system_errors_pass_as_they_are(tmp_path):
     with pytest.raises(PermissionError), built_aside(tmp_path / "target"):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_symbolic_link_stays_and_what_it_names_is_made(tmp_path, is_there):
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "target")
+    if is_there:
+        (tmp_path / "disk" / "target").mkdir(parents=True)
+    with built_aside(tmp_path / "link") as aside:
+        (aside / "file").write_text("x")
+        assert aside.parent == tmp_path / "disk"
+    assert (tmp_path / "link").is_symlink()
+    assert [path.name for path in (tmp_path / "disk" / "target").iterdir()] == ["file"]
+
+
+def test_a_place_where_no_directory_can_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConversionError, match="can be written to"), built_aside(tmp_path / "file" / "target"):
+        raise AssertionError("the block must not run")

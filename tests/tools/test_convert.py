@@ -1,6 +1,7 @@
 """The command. What the conversions do is tested in tests/conversion."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -160,7 +161,8 @@ def test_a_write_that_fails_in_its_middle_leaves_nothing(hf_directory, tmp_path)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "start"]
 
 
-def test_a_terminated_conversion_leaves_nothing(hf_directory, tmp_path):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 130)])
+def test_a_terminated_conversion_leaves_nothing(hf_directory, tmp_path, number, status):
     """Reading one of the files takes five seconds, so that the signal meets the conversion in the middle of its work."""
     assert main(["import", hf_directory, str(tmp_path / "start")]) == 0
     victim = next(path for path in (tmp_path / "start").glob("*.distcp") if path.stat().st_size > 2000)
@@ -177,11 +179,12 @@ def test_a_terminated_conversion_leaves_nothing(hf_directory, tmp_path):
         "runpy.run_path('tools/convert.py', run_name='__main__')\n"
     )
     root = Path(__file__).parents[2]
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "reading\n"
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".partial")]
-    process.terminate()
-    assert process.wait(30) == 128 + 15
+    process.send_signal(number)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == status and "Traceback" not in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "start"]
 
 

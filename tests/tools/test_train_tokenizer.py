@@ -50,6 +50,16 @@ def test_a_refusal_is_printed_and_gives_status_1(arguments, tmp_path, capsys):
     assert not (tmp_path / "tokenizer").exists()
 
 
+def test_ctrl_c_writes_nothing_and_gives_status_130(arguments, tmp_path, capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tools.train_tokenizer.train_bpe", interrupted)
+    assert main([*arguments, "--vocab-size", "262"]) == 130
+    assert capsys.readouterr().err == "interrupted: no tokenizer was written\n"
+    assert not (tmp_path / "tokenizer").exists()
+
+
 def test_a_document_that_is_not_text_is_refused_or_left_out_with_status_3(arguments, tmp_path, capsys):
     (tmp_path / "texts" / "binary.txt").write_bytes(b"\xff")
     assert main([*arguments, "--vocab-size", "262"]) == 1
