@@ -145,6 +145,16 @@ def _require_complete(directory: Path) -> None:
         )
 
 
+def _nearby(directory: Path) -> str:
+    """What to do about a directory that holds no checkpoint itself."""
+    below = sorted(path.parent for path in directory.glob(f"*/{LATEST_FILE}"))
+    if below:
+        return "name " + " or ".join(map(str, below))
+    if (directory / "config.json").is_file():
+        return "this is a Hugging Face directory: make a checkpoint of it with tools/convert.py import"
+    return "check the path, or wait for the run's first save"
+
+
 def find_step_directory(path: str | Path) -> Path:
     """The checkpoint that `path` means: itself, or the newest of a run directory. Raises `CheckpointError` if there is none."""
     directory = Path(path)
@@ -157,7 +167,7 @@ def find_step_directory(path: str | Path) -> Path:
     if latest is None:
         raise CheckpointError(
             found=f"{path} with neither {METADATA_FILE} nor {LATEST_FILE}",
-            required="a checkpoint directory, or a run directory with a `latest` file",
-            remedy="check the path, or wait for the run's first save",
+            required="a checkpoint directory, or a run's checkpoint.dir, which holds a `latest` file",
+            remedy=_nearby(directory),
         )
     return latest
