@@ -96,6 +96,20 @@ def control_ids(tokenizer: PreTrainedTokenizerFast, *, mask_token_id: int | None
     return ControlIds(eos=tokenizer.eos_token_id, pad=pad, mask=mask)
 
 
+def check_mask(directory: str | Path, mask_token_id: int) -> None:
+    """Raise `DataError` if the id is a token of ordinary text. Reads `tokenizer.json` alone: a rank needs nothing else of it."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(_tokenizer_file(directory)))
+    token = tokenizer.id_to_token(mask_token_id)
+    if token is not None and mask_token_id not in tokenizer.get_added_tokens_decoder():
+        raise DataError(
+            found=f"cycle.mask_token_id = {mask_token_id}, the ordinary token {token!r} of {directory}",
+            required="an id of its own, which no text holds: models with another cannot be exported",
+            remedy="set cycle.mask_token_id to a special token that no text needs (151660 for Qwen3, 2 for tools/train_tokenizer.py)",
+        )
+
+
 def encoder_json(tokenizer: PreTrainedTokenizerFast, control: ControlIds, *, chats: bool) -> str:
     """The tokenizer as `tokenizers` reads it, without the length limits that a tokenizer.json may carry.
 

@@ -20,6 +20,7 @@ from megatron_dmtd.data.batch import Batch
 from megatron_dmtd.data.blending import BlendedDataset
 from megatron_dmtd.data.dataset import PackedDataset, RowSource
 from megatron_dmtd.data.loader import batches, prefetched
+from megatron_dmtd.data.tokenizer import check_mask
 from megatron_dmtd.data.verify import check_tokenizer
 from megatron_dmtd.errors import CheckpointError, ConfigError, DMTDError
 from megatron_dmtd.parallel.groups import init_parallel, rank_of_environment, world_size_of_environment
@@ -108,6 +109,8 @@ def check(config: Config, *, world_size: int) -> None:
     """Refuse, before any process group or weight exists, whatever cannot run: settings, corpora, checkpoints."""
     validate(config, world_size=world_size)
     _training_rows(config)
+    if config.data.tokenizer and not config.cycle.is_vanilla:
+        check_mask(config.data.tokenizer, config.cycle.mask_token_id)
     if config.data.valid:
         _dataset(config, config.data.valid, shuffled=True)
     if (directory := resume_directory(config)) is not None:

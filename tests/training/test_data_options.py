@@ -17,7 +17,7 @@ from megatron_dmtd.errors import DataError
 from megatron_dmtd.training import loop
 from tests.support.jobs import lines_of, run_job
 from tests.support.ranks import run_ranks
-from tests.support.tiny import tiny_config, write_corpus
+from tests.support.tiny import tiny_config, with_settings, write_corpus
 
 
 @pytest.fixture
@@ -53,13 +53,24 @@ def test_a_corpus_of_another_tokenizer_is_refused_before_training(corpora: tuple
     manifest = {"num_documents": 20, "num_tokens": 1, "dtype": "uint16", "max_token_id": 98, "vocab_size": 100}
     manifest |= {"eos_token_id": 0, "pad_token_id": 0, "mask_token_id": 99, "source": "", "split": "all", "heldout_fraction": 0.0}
     path = Path(corpora[0] + ".json")
-    config = _config(corpora, tokenizer=str(tmp_path / "tokenizer"))
+    config = with_settings(_config(corpora, tokenizer=str(tmp_path / "tokenizer")), cycle={"variant": "vanilla"})
     loop.check(config, world_size=1)  # no manifest: nothing can be told
     path.write_text(json.dumps({**manifest, "tokenizer_sha256": tokenizer_sha256(tmp_path / "tokenizer")}))
     loop.check(config, world_size=1)
     path.write_text(json.dumps({**manifest, "tokenizer_sha256": "ab"}))
     with pytest.raises(DataError, match="the tokenizer that made"):
         loop.check(config, world_size=1)
+
+
+def test_a_mask_that_is_an_ordinary_token_is_refused_before_training(corpora: tuple[str, str], tmp_path: Path) -> None:
+    train_bpe(["the cat"], vocab_size=259, output_dir=tmp_path / "tokenizer")
+    config = _config(corpora, tokenizer=str(tmp_path / "tokenizer"))
+    assert config.cycle.mask_token_id == 99
+    with pytest.raises(DataError, match="mask_token_id = 99, the ordinary token"):
+        loop.check(config, world_size=1)
+    loop.check(with_settings(config, cycle={"variant": "vanilla"}), world_size=1)
+    beyond = {"model": {"vocab_size": 400}, "cycle": {"mask_token_id": 300}}
+    loop.check(with_settings(config, **beyond), world_size=1)
 
 
 @pytest.mark.multiprocess
