@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 2 tools/train.py --config a.yaml --parallel.pipeline 2 --optimizer.lr 1e-4
 
 Settings come from YAML files and from dotted overrides; the later one wins. A run with `checkpoint.dir` goes on from its newest
-checkpoint when it is started again. SIGTERM and SIGUSR1, on any rank, save and stop it (docs/fault_tolerance.md).
+checkpoint when it is started again. Ctrl-C, SIGTERM and SIGUSR1, on any rank, save and stop
+it (docs/fault_tolerance.md).
 """
 
 # Helper processes may import this file again, and signals must be handled at once: nothing heavy may be imported at its head.

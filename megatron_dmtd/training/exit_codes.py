@@ -15,7 +15,7 @@ MEANINGS = {
     DONE: "done: the run reached training.steps",
     UNEXPECTED: "an error that nobody foresaw: the traceback says where",
     REFUSED: "refused before training: the message says what to change",
-    STOPPED: "stopped by SIGTERM or SIGUSR1 after a save: start the same command again to go on",
+    STOPPED: "stopped by Ctrl-C (SIGINT), SIGTERM or SIGUSR1 after a save: start the same command again to go on",
     BAD_NUMBERS: "a loss or gradient that is not finite: do not restart blindly, see the message and the bad_step file",
     STALLED: "the watchdog ended a job in which a rank stalled: its report names the rank",
     NOT_SAVED: "a checkpoint could not be written: the last complete one stands",

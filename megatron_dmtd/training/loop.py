@@ -411,7 +411,9 @@ def run_training(config: Config, platform: Platform, signals: StopSignals | None
         log = held.enter_context(_open_log(config, resumed_step=run.step))
         log.message(f"{config.cycle.variant} on {platform.describe()}, {world_size} processes")
         if run.step:
-            log.message(f"resumed at step {run.step}")
+            is_done = run.step >= config.training.steps
+            rest = f"; nothing is left to do: training.steps = {config.training.steps}" if is_done else ""
+            log.message(f"resumed at step {run.step}{rest}")
         _tell_differences(config, log)
         log.make_up(progress.unlogged)
         progress.unlogged = []

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1: the first asks the run to save and stop, a later one ends the process at once.
+"""SIGINT (Ctrl-C), SIGTERM and SIGUSR1: the first asks the run to save and stop, a later one ends the process at once.
 
 The loop reads `StopSignals.received` where it is safe to stop. A thread counts the signals, so that a second one works even while
 the main thread waits inside a collective that never ends. Launchers deliver one request several times (a scheduler to every
@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 #: seconds within which repeated signals are one request
 SAME_REQUEST_S = 2.0
 
@@ -46,7 +46,9 @@ class StopSignals:
         # Python writes a signal's number here from the C handler: no bytecode of the main thread needs to run for that.
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
-            signal.signal(number, lambda *_: None)
+            # A shell starts jobs in the background with SIGINT ignored, so that Ctrl-C ends what is in front only.
+            if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda *_: None)
         os.register_at_fork(after_in_child=_ignore_in_child)
         threading.Thread(target=self._watch, args=(reader,), name="signals", daemon=True).start()
 
@@ -64,6 +66,8 @@ class StopSignals:
         now = time.monotonic()
         if self._first is None:
             self._first = (received, now)
+            if received == signal.SIGINT and not self._is_over:  # somebody sits there and waits
+                os.write(2, b"SIGINT: saves and stops after this step; once more ends at once, without a save\n")
         elif now - self._first[1] > SAME_REQUEST_S and not self._is_over:
             os.write(2, f"{received.name} again: ends at once, without a save\n".encode())
             os._exit(128 + received)

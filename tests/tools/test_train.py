@@ -72,6 +72,19 @@ def test_a_signal_to_one_rank_stops_both_with_status_3_and_another_start_goes_on
     assert trained == list(range(1, step + 2))
 
 
+def test_ctrl_c_saves_too_and_a_run_that_is_done_says_so(corpus: tuple[str, str], tmp_path: Path) -> None:
+    config = _config(corpus, tmp_path)
+    with Job(config, tmp_path / "first") as job:
+        job.wait_for(lambda: "step 2/" in job.output())
+        job.send(signal.SIGINT, 0)
+        assert job.wait() == [exit_codes.STOPPED], job.output()
+    step = common_of(_newest(config))["progress"]["step"]
+    assert "SIGINT: saves and stops after this step" in job.output() and "Traceback" not in job.output()
+    with Job(with_settings(config, training={"steps": step}), tmp_path / "second") as job:
+        assert job.wait() == [exit_codes.DONE], job.output()
+    assert f"resumed at step {step}; nothing is left to do: training.steps = {step}\n" in job.output()
+
+
 def test_a_signal_before_the_first_step_saves_too_and_a_damaged_checkpoint_is_refused(
     corpus: tuple[str, str], tmp_path: Path
 ) -> None:

@@ -53,7 +53,7 @@ def start(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
     return starter
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_the_first_signal_is_noted_and_a_later_one_ends_the_process_at_once(start, number: signal.Signals) -> None:  # type: ignore[no-untyped-def]
     process, _ = start("plain")
     process.send_signal(number)
@@ -64,7 +64,23 @@ def test_the_first_signal_is_noted_and_a_later_one_ends_the_process_at_once(star
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM
-    assert error == "SIGTERM again: ends at once, without a save\n"
+    said = "SIGINT: saves and stops after this step; once more ends at once, without a save\n" if number == signal.SIGINT else ""
+    assert error == said + "SIGTERM again: ends at once, without a save\n"
+
+
+def test_a_job_in_the_background_goes_on_ignoring_ctrl_c() -> None:
+    program = f"import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n{_PROGRAM}"
+    process = subprocess.Popen([sys.executable, "-c", program, "plain"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "SIGTERM\n"
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_signals_change_nothing_when_the_run_is_over(start) -> None:  # type: ignore[no-untyped-def]
@@ -80,4 +96,5 @@ def test_signals_change_nothing_when_the_run_is_over(start) -> None:  # type: ig
 def test_a_forked_helper_ignores_the_signals_and_does_not_report_them_to_its_parent(start) -> None:  # type: ignore[no-untyped-def]
     process, child = start("fork")
     os.kill(child, signal.SIGTERM)
+    os.kill(child, signal.SIGINT)
     assert process.stdout.readline() == "7 False\n"
