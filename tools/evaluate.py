@@ -45,13 +45,19 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     source.add_argument("--text", type=Path, help="text file; one document")
     parser.add_argument("--reference", help="model directory to compare outputs with; default: the same weights, vanilla")
     parser.add_argument("--output", type=Path, required=True, help="folder to make")
-    parser.add_argument("--documents", type=positive, default=32, help="documents read at most")
-    parser.add_argument("--max-length", type=positive, default=1024, help="tokens of a document used at most")
-    parser.add_argument("--prompt-length", type=positive, default=32, help="tokens of a document that prompt an output")
-    parser.add_argument("--max-new-tokens", type=positive, default=64)
-    parser.add_argument("--batch", type=positive, default=4, help="outputs decoded at once")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--device")
+    parser.add_argument("--documents", type=positive, default=32, help="documents read at most (default: %(default)s)")
+    parser.add_argument(
+        "--max-length", type=positive, default=1024, help="tokens of a document used at most (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--prompt-length", type=positive, default=32, help="tokens of a document that prompt an output (default: %(default)s)"
+    )
+    parser.add_argument("--max-new-tokens", type=positive, default=64, help="tokens of an output (default: %(default)s)")
+    parser.add_argument("--batch", type=positive, default=4, help="outputs decoded at once (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights and activations (default: %(default)s)"
+    )
+    parser.add_argument("--device", help="such as cpu or cuda:1 (default: a GPU if there is one)")
     return parser.parse_args(argv)
 
 

@@ -23,6 +23,19 @@ from megatron_dmtd.errors import DataError, DMTDError
 from megatron_dmtd.inference import Completion, Engine, EngineConfig, Event, SamplingParams
 from megatron_dmtd.inference.text import OutputText, encode, load_tokenizer
 
+#: the sampling options: name, type, what it does
+_SAMPLING: tuple[tuple[str, type, str], ...] = (
+    ("temperature", float, "0 takes the likeliest token; otherwise logits are divided by it"),
+    ("top-k", int, "draw from the k likeliest tokens; 0: from all"),
+    ("top-p", float, "draw from the likeliest tokens that together reach this probability"),
+    ("min-p", float, "drop tokens less likely than this share of the likeliest one's probability"),
+    ("seed", int, "of the random numbers: the same seed gives the same output"),
+    ("n", int, "outputs of each prompt; they differ if the temperature is above 0"),
+    ("repetition-penalty", float, "above 1: tokens of the prompt and the output become less likely"),
+    ("presence-penalty", float, "subtracted from the logits of tokens in the output"),
+    ("frequency-penalty", float, "the same, for each time that a token occurs"),
+)
+
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
@@ -32,19 +45,21 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("model", help="export, or Qwen3 or Llama directory, with its tokenizer")
     parser.add_argument("prompt", nargs="*", help="one or more prompts")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="file with one more prompt a line; - is standard input")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    for name, kind in (("temperature", float), ("top-k", int), ("top-p", float), ("min-p", float), ("seed", int), ("n", int)):
-        parser.add_argument(f"--{name}", type=kind, default=getattr(SamplingParams(), name.replace("-", "_")))
-    parser.add_argument("--repetition-penalty", type=float, default=1.0)
-    parser.add_argument("--presence-penalty", type=float, default=0.0)
-    parser.add_argument("--frequency-penalty", type=float, default=0.0)
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens of an output at most (default: %(default)s)")
+    for name, kind, text in _SAMPLING:
+        default = getattr(SamplingParams(), name.replace("-", "_"))
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: %(default)s)")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends an output; may be given several times")
     parser.add_argument("--vanilla", action="store_true", help="decode a DMTD model's weights as an ordinary decoder")
-    parser.add_argument("--max-batch", type=int, default=8)
-    parser.add_argument("--max-length", type=int)
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--max-batch", type=int, default=8, help="outputs decoded at once (default: %(default)s)")
+    parser.add_argument(
+        "--max-length", type=int, help="tokens of a prompt and its output at most (default: the model's positions)"
+    )
+    parser.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights and activations (default: %(default)s)"
+    )
     parser.add_argument("--matrix-dtype", choices=("float32", "bfloat16"), help="bfloat16: half the memory, in fp32 arithmetic")
-    parser.add_argument("--device")
+    parser.add_argument("--device", help="such as cpu or cuda:1 (default: a GPU if there is one)")
     parser.add_argument("--no-stream", action="store_true", help="print an output when it is complete")
     parser.add_argument("--stats", action="store_true", help="print counts and speed to standard error")
     return parser.parse_args(argv)
@@ -129,6 +144,7 @@ def run(options: argparse.Namespace) -> int:
         device=options.device,
         variant=variant,
     )
+    params.check(engine.model.shape.vocab_size)  # for all prompts alike, so no single one is refused for it
     ids = [encode(tokenizer, prompt) for prompt in prompts]
     start = time.perf_counter()
     try:

@@ -106,7 +106,7 @@ def check_mask(directory: str | Path, mask_token_id: int) -> None:
         raise DataError(
             found=f"cycle.mask_token_id = {mask_token_id}, the ordinary token {token!r} of {directory}",
             required="an id of its own, which no text holds: models with another cannot be exported",
-            remedy="set cycle.mask_token_id to a special token that no text needs (151660 for Qwen3, 2 for tools/train_tokenizer.py)",
+            remedy="set cycle.mask_token_id to a special token that no text needs (Qwen3: 151660; tools/train_tokenizer.py: 2)",
         )
 
 

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,8 @@ from transformers import AutoTokenizer
 from megatron_dmtd.inference import Engine, SamplingParams
 from megatron_dmtd.inference.text import StopStrings, TextPieces, load_tokenizer
 from tests.tools.text_model import save_text_model
-from tools.generate import main, streamed_text
+from tools.evaluate import arguments as evaluate_arguments
+from tools.generate import arguments, main, streamed_text
 
 ROOT = Path(__file__).parents[2]
 
@@ -159,6 +161,8 @@ def test_text_that_is_no_unicode_is_refused(folder, tmp_path, capsys):
         (["--max-new-tokens", "9999"], "at most 512 tokens together"),
         (["--temperature", "nan"], "temperature=nan"),
         (["--stop", ""], "stop=('',)"),
+        (["--n", "0"], "n=0"),
+        (["--no-stream", "--top-p", "0"], "top_p=0.0"),
         (["--max-batch", "0"], "max_batch=0"),
         (["--max-length", "100000"], "max_length=100000"),
     ],
@@ -168,6 +172,16 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_printed(folder, 
     shown = capsys.readouterr()
     assert message in shown.err and "remedy:" in shown.err
     assert shown.out == ""
+
+
+@pytest.mark.parametrize("read", [arguments, evaluate_arguments], ids=["generate", "evaluate"])
+def test_every_option_says_what_it_does(read, capsys):
+    with pytest.raises(SystemExit):
+        read(["--help"])
+    entries = re.split(r"\n  (?=-)", capsys.readouterr().out.split("\noptions:\n")[1])
+    assert len(entries) > 10
+    silent = [entry for entry in entries if not re.search(r"\S  +\S|\n {8}", entry.strip())]
+    assert silent == []
 
 
 def test_directories_that_are_no_models_are_named(folder, tmp_path, capsys):
