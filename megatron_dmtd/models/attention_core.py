@@ -58,4 +58,5 @@ class StreamAttentionCore(MegatronModule):
             return _from_backend(backend.shadow(q, k[rows:], v[rows:], real_k, real_v))
         real = backend.real(q[:rows], real_k, real_v)
         shadow = backend.shadow(q[rows:], k[rows:], v[rows:], real_k, real_v)
-        return _from_backend(torch.cat((real, shadow)))
+        # Joined in Megatron's form, which is how FlexAttention's output lies in memory: one copy, and not two.
+        return torch.cat((_from_backend(real), _from_backend(shadow)), dim=1)

@@ -108,12 +108,13 @@ def _streams_into(config: Config, layer: int) -> int:
     return 2 if _is_two_streams(config) and layer < config.cycle.num_parallel_layers else 1
 
 
-def layer_activations_per_token(config: Config, *, on_gpu: bool) -> float:
+def layer_activations_per_token(config: Config, *, on_gpu: bool, streams: int = 1) -> float:
     """Numbers that one layer keeps for the backward pass, per token of one stream and rank.
 
     Inputs and outputs of both norms; the joint projection of queries, keys and values, what their norms and rotation keep, the
     attention's output and log-sum-exp, the rotation's angles; the gate and up halves and their product. Without the fused kernels
-    of a GPU the norms keep their normalised inputs too, and the gated activation its parts.
+    of a GPU the norms keep their normalised inputs too, and the gated activation its parts. A layer of two `streams` keeps each
+    one's attention output and both joined, and on a GPU the keys and values of one joined to the other's.
     """
     model, tensor = config.model, config.parallel.tensor
     sequence = tensor if config.parallel.sequence_parallel else 1
@@ -121,6 +122,8 @@ def layer_activations_per_token(config: Config, *, on_gpu: bool) -> float:
     unfused = 0 if on_gpu else 1
     query_norm = queries + unfused * (queries + keys) if model.qk_norm else 0
     attention = (queries + 2 * keys) + query_norm + (queries + keys) + queries + model.num_attention_heads
+    if streams == 2:
+        attention += queries + (2 * keys if on_gpu else 0)
     feed_forward = (3 + 2 * unfused) * model.intermediate_size
     return (4 + 2 * unfused) * model.hidden_size / sequence + (attention + feed_forward) / tensor + 4 * model.head_dim
 
@@ -129,13 +132,13 @@ def _activation_bytes(config: Config, stage: Stage, in_flight: int, *, on_gpu: b
     parallel, size = config.parallel, _BYTES[config.training.precision]
     tokens = config.training.micro_batch_size * config.data.seq_length
     sequence = parallel.tensor if parallel.sequence_parallel else 1
-    full_layer = layer_activations_per_token(config, on_gpu=on_gpu)
     inputs = config.model.hidden_size / sequence
     streams = [_streams_into(config, layer) for layer in stage.layers]
+    whole_layers = [count * layer_activations_per_token(config, on_gpu=on_gpu, streams=count) for count in streams]
     if parallel.recompute == "full":
-        kept = sum(streams) * inputs * in_flight + max(streams) * full_layer
+        kept = sum(streams) * inputs * in_flight + max(whole_layers)
     else:
-        kept = sum(streams) * full_layer * in_flight
+        kept = sum(whole_layers) * in_flight
     numbers = tokens * kept
     if stage.has_output:
         # The head's fp32 logits and their softmax, of one microbatch: its backward pass follows at once.

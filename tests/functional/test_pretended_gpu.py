@@ -16,14 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from tests.hf.tiny import tiny_model
 from tests.inference.models import KINDS, NAMES, Pair
 from tests.support import pretend_gpu
 from tests.support.tiny import VARIANTS, write_corpus
 
-pytestmark = pytest.mark.skipif(
-    torch.version.cuda is not None, reason="torch's builds for CUDA bring the names that are pretended"
-)
 ROOT = Path(__file__).parents[2]
 STEPS = {"steps": 4, "eval_interval": 2}
 RECOMPUTED = {"parallel": {"recompute": "full"}, "training": {"precision": "bf16", **STEPS}}
@@ -42,6 +41,8 @@ def _quick_first(*quick: str, of: Iterable[str]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if torch.version.cuda is not None:
+        pytest.skip("torch's builds for CUDA bring the names that are pretended")
     return pretend_gpu.build(tmp_path_factory.mktemp("pretended"))
 
 
@@ -53,8 +54,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _result(work: str, folder: Path, settings: dict[str, Any], library: Path | None, *, processes: int = 1) -> dict[str, Any]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+def _result(
+    work: str, folder: Path, settings: dict[str, Any], library: Path | None, *, processes: int = 1, hidden: bool = True
+) -> dict[str, Any]:
+    """`hidden`: from a real GPU, if there is one."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= {"CUDA_VISIBLE_DEVICES": ""} if hidden else {}
     environment |= {pretend_gpu.LIBRARY: str(library)} if library is not None else {}
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
     command = [
@@ -78,13 +83,22 @@ def _curve(metrics: list[dict[str, Any]]) -> list[tuple[int, str, float]]:
     return [(record["step"], name, record[name]) for record in metrics for name in names if name in record]
 
 
-def _train(folder: Path, library: Path | None, variant: str, sections: dict[str, Any], processes: int = 1) -> list[Any]:
+def _train(
+    folder: Path,
+    library: Path | None,
+    variant: str,
+    sections: dict[str, Any],
+    processes: int = 1,
+    *,
+    hidden: bool = True,
+) -> list[Any]:
     folder.mkdir(exist_ok=True)
     if not (folder / "train.bin").exists():
         write_corpus(folder / "train", num_documents=60)
         write_corpus(folder / "valid", num_documents=9, seed=1)
-    result = _result("train", folder, {"variant": variant, "sections": sections}, library, processes=processes)
-    assert result["device"] == ("cpu" if library is None else "cuda:0")
+    settings = {"variant": variant, "sections": sections}
+    result = _result("train", folder, settings, library, processes=processes, hidden=hidden)
+    assert result["device"] == ("cpu" if library is None and hidden else "cuda:0")
     return _curve(result["metrics"])
 
 
@@ -102,6 +116,15 @@ def test_training_saves_and_resumes_on_a_gpu_and_gives_the_curve_of_a_cpu(librar
         curves.append(curve)
     assert len(curves[0]) == 18
     _assert_close(curves[1], curves[0], tolerance=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_training_on_a_real_gpu_gives_the_curve_of_a_cpu(tmp_path: Path, variant: str, precision: str) -> None:
+    sections = {"training": {"precision": precision, **STEPS}, "parallel": {"recompute": "full"}}
+    curves = [_train(tmp_path / name, None, variant, sections, hidden=name == "cpu") for name in ("cpu", "gpu")]
+    _assert_close(curves[1], curves[0], tolerance=0.02 if precision == "fp32" else 0.1)
 
 
 @pytest.mark.slow
@@ -123,6 +146,14 @@ def test_layouts_on_gpus_give_the_curve_of_cpus(
     assert len(curves[0]) == 12
     is_bf16 = sections["training"].get("precision") == "bf16"
     _assert_close(curves[1], curves[0], tolerance=0.05 if is_bf16 else 1e-4)
+
+
+def test_a_model_is_the_same_after_an_import_and_an_export_beside_a_gpu(library: Path, tmp_path: Path) -> None:
+    tiny_model("bidirectional-refresh", dtype=torch.float32).save_pretrained(tmp_path / "model")
+    assert _result("convert", tmp_path, {}, library)["device"] == "cuda:0"
+    source, exported = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "exported"))
+    assert source.keys() == exported.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in source.items())
 
 
 @pytest.mark.parametrize("kind", _quick_first("bidirectional-refresh", "causal-norefresh", of=KINDS))

@@ -113,8 +113,20 @@ def generate(folder: Path, kind: str, layers_on_first: int) -> dict[str, Any]:
     return {"device": str(gradient.device), "loss": float(output.loss), "gradient": gradient.tolist(), "tokens": tokens}
 
 
+def convert(folder: Path) -> dict[str, Any]:
+    """A model's way to a checkpoint of Megatron's and back, on a machine that has a GPU."""
+    from megatron_dmtd.conversion.convert import export_hf, import_hf
+    from megatron_dmtd.platform import prepare_megatron
+
+    platform = prepare_megatron()
+    import_hf(folder / "model", folder / "imported")
+    export_hf(folder / "imported", folder / "exported")
+    return {"device": str(platform.device)}
+
+
 def main() -> None:
-    work, folder, settings = {"train": train, "decode": decode, "generate": generate}[sys.argv[1]], Path(sys.argv[2]), sys.argv[3]
+    works = {"train": train, "convert": convert, "decode": decode, "generate": generate}
+    work, folder, settings = works[sys.argv[1]], Path(sys.argv[2]), sys.argv[3]
     if ON_GPU:
         pretend_gpu.install(num_gpus=2 if work is generate else 1)
     with pretend_gpu.PretendedMachine() if ON_GPU else contextlib.nullcontext():

@@ -97,7 +97,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     device = tensors[0].device if func in _COPIES else (on_gpu or [torch.device("cpu")])[0]
     host_args, host_kwargs = tree_map_only(OnGpu, lambda tensor: tensor.host, (args, kwargs))
     if kwargs.get("device") is not None:
-        device, host_kwargs["device"] = torch.device(kwargs["device"]), torch.device("cpu")
+        device = torch.device(kwargs["device"])
+        host_kwargs["device"] = torch.device("cpu") if device.type == "cuda" else device
     host_kwargs.pop("pin_memory", None)
     out = func(*host_args, **host_kwargs)
     if device.type == "cuda":

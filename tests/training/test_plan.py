@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from megatron_dmtd.training.plan import (
     to_dict,
 )
 from tests.support.ranks import run_ranks
-from tests.support.tiny import VARIANTS, tiny_config
+from tests.support.tiny import VARIANTS, tiny_config, with_settings
 
 
 def test_qwen3_4b_has_its_published_number_of_parameters() -> None:
@@ -65,22 +64,24 @@ def test_parameters_of_each_rank_are_those_of_its_model(parallel: dict[str, Any]
         assert counts == [stage.num_parameters for stage in plan.stages if stage.stage.rank == pipeline_rank]
 
 
-def kept_per_token(config: Config) -> float:
-    """Bytes that the backward pass keeps for two more sequential layers, per token: what autograd saves, each storage once."""
+def kept_per_token(config: Config, grown: str) -> float:
+    """Bytes that the backward pass keeps for two more layers, per token: what autograd saves, each storage once."""
     from megatron_dmtd.parallel.groups import init_parallel
     from megatron_dmtd.platform import prepare_megatron
     from megatron_dmtd.training.setup import build_models
 
     platform = prepare_megatron()
     init_parallel(config, platform)
-    kept = []
+    kept, held = [], []  # what is held gives its address to nothing else
     for num_layers in (4, 6):
-        larger = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=num_layers))
+        num_parallel = num_layers - 2 if grown == "parallel" else 2
+        larger = with_settings(config, model={"num_layers": num_layers}, cycle={"num_parallel_layers": num_parallel})
         (model,) = build_models(larger, platform)
         parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
         storages: dict[int, int] = {}
 
         def save(tensor: torch.Tensor, storages: dict[int, int] = storages) -> torch.Tensor:
+            held.append(tensor)
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
@@ -93,13 +94,15 @@ def kept_per_token(config: Config) -> float:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize(("grown", "streams"), [("sequential", 1), ("parallel", 2)])
 @pytest.mark.parametrize("qk_norm", [True, False], ids=["qwen3", "llama"])
-def test_the_estimate_of_activations_is_close_to_what_autograd_keeps(qk_norm: bool) -> None:
+def test_the_estimate_of_activations_is_close_to_what_autograd_keeps(qk_norm: bool, grown: str, streams: int) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16, "max_position_embeddings": 128, "qk_norm": qk_norm}
     config = tiny_config(model=sizes, data={"seq_length": 128})
-    measured = run_ranks(1, kept_per_token, config)[0]
-    assert 4 * layer_activations_per_token(config, on_gpu=False) == pytest.approx(measured, rel=0.02)
-    assert layer_activations_per_token(config, on_gpu=True) < layer_activations_per_token(config, on_gpu=False)
+    measured = run_ranks(1, kept_per_token, config, grown)[0]
+    estimate = layer_activations_per_token(config, on_gpu=False, streams=streams)
+    assert 4 * streams * estimate == pytest.approx(measured, rel=0.02)
+    assert layer_activations_per_token(config, on_gpu=True, streams=streams) < estimate
 
 
 def test_microbatches_in_flight_and_bubble_follow_the_schedule() -> None:
