@@ -84,7 +84,12 @@ def run(args: jsonargparse.Namespace) -> None:
         return
     lengths = parse_document_lengths(args.documents)
     if args.png:
-        save_mask_png(Path(args.png), lengths, **rule)
+        try:
+            save_mask_png(Path(args.png), lengths, **rule)
+        except OSError as error:
+            raise ConfigError(
+                found=f"--png {args.png}: {error.strerror}", required="a file that can be written", remedy="name another"
+            ) from error
     print(history_picture(lengths[0], **rule))
     print()
     print(mask_picture(lengths, **rule))

@@ -181,8 +181,11 @@ def save_mask_png(path: Path, document_lengths: Sequence[int], *, variant: str, 
             axes.axvline(slot - 0.5, color="black", linewidth=width)
     # A half-written picture is never left under the name that was asked for.
     partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, format="png", metadata={"Software": None})
-    os.replace(partial, path)
+    try:
+        figure.savefig(partial, format="png", metadata={"Software": None})
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _axis_title(slots: Slots) -> str:

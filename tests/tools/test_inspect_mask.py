@@ -53,6 +53,14 @@ def test_bad_requests_print_nothing_but_what_is_wrong(capsys, arguments, message
     assert captured.out == "" and message in captured.err
 
 
+def test_a_picture_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_path, capsys):
+    (tmp_path / "folder.png").mkdir()
+    assert main(["--documents", "4", "--png", str(tmp_path / "folder.png")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "folder.png: Is a directory" in captured.err
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
+
+
 def test_an_unknown_variant_names_the_known_ones(capsys):
     with pytest.raises(SystemExit) as exit_info:
         main(["--variant", "sideways"])
