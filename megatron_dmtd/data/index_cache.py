@@ -36,22 +36,29 @@ def cached(
     """
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:40]
     entry = folder / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # whatever stands in its way
+        raise _refusal(folder, error) from error
     if (entry / "meta.json").is_file():
         return _load(entry)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f"{name}.lock"):
             if not (entry / "meta.json").is_file():
                 _store(folder, entry, key, *build())
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPERM, errno.ENOTDIR):
             raise
-        raise DataError(
-            found=f"{folder}: {error.strerror}",
-            required="a folder that can hold the index of the corpus, 24 bytes per document and epoch",
-            remedy="make room, or name another folder with data.cache_dir",
-        ) from error
+        raise _refusal(folder, error) from error
     return _load(entry)
+
+
+def _refusal(folder: Path, error: OSError) -> DataError:
+    return DataError(
+        found=f"{folder}: {error.strerror}",
+        required="a folder that can hold the index of the corpus, 24 bytes per document and epoch",
+        remedy="make room, or name another folder with data.cache_dir",
+    )
 
 
 @contextlib.contextmanager

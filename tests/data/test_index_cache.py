@@ -103,10 +103,11 @@ def test_a_damaged_entry_is_refused_by_name(tmp_path, change, found):
     assert str(entry) in caught.value.found and "delete" in caught.value.remedy
 
 
-def test_a_folder_that_cannot_be_written_names_the_setting(tmp_path):
+@pytest.mark.parametrize("place", ["file", "file/cache", "/proc/cache", "n" * 300])
+def test_a_folder_that_cannot_be_written_names_the_setting(tmp_path, place):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"data\.cache_dir"):
-        cached(tmp_path / "file" / "cache", KEY, build)
+        cached(tmp_path / place, KEY, build)
 
 
 DOCUMENTS = [[100 * d + i for i in range(1, 2 + 5 * d % 13)] for d in range(1, 41)]
