@@ -67,16 +67,22 @@ class EngineConfig:
     on any device, to look into them.
     """
 
-    def check(self, cycle_length: int) -> None:
+    def check(self) -> None:
         """Accept the values, or raise `ConfigError`."""
-        for name in ("max_batch", "chunk_tokens", "page_size", "cache_bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(found=f"{name}={getattr(self, name)}", required="at least 1", remedy=f"raise {name}")
+        for name in ("max_batch", "chunk_tokens", "page_size", "cache_bytes", "max_length", "cache_tokens"):
+            value = getattr(self, name)
+            may_be_none = name in ("max_length", "cache_tokens")
+            if not (value is None and may_be_none) and not (isinstance(value, int) and value >= 1):
+                required = "an integer of at least 1" + (", or None" if may_be_none else "")
+                raise ConfigError(found=f"{name}={value!r}", required=required, remedy=f"change {name}")
         if self.kernels not in ("auto", "native", "torch"):
             raise ConfigError(found=f"kernels={self.kernels!r}", required="auto, native or torch", remedy="change kernels")
         if self.cuda_graphs not in ("auto", "on", "off", "shapes"):
             found = f"cuda_graphs={self.cuda_graphs!r}"
             raise ConfigError(found=found, required="auto, on, off or shapes", remedy="change cuda_graphs")
+
+    def check_pages(self, cycle_length: int) -> None:
+        """Accept pages for a model of such cycles, or raise `ConfigError`."""
         if complete_length(self.page_size, cycle_length) != self.page_size:
             raise ConfigError(
                 found=f"page_size={self.page_size} with cycles of {cycle_length} tokens",
@@ -126,10 +132,14 @@ class Engine:
         device: str | None = None,
         variant: str | None = None,
     ) -> None:
+        if not isinstance(config, EngineConfig):
+            found = f"a config of type {type(config).__name__}"
+            raise ConfigError(found=found, required="EngineConfig", remedy="write for example EngineConfig(max_batch=8)")
+        config.check()
         if not isinstance(model, ModelWeights):
             types = _dtype(dtype), _matrix_dtype(matrix_dtype, dtype)
             model = load_model(model, dtype=types[0], matrix_dtype=types[1], device=_device(device), variant=variant)
-        config.check(model.method.cycle_length)
+        config.check_pages(model.method.cycle_length)
         self.model, self.config, self.method = model, config, model.method
         mode = _step_mode(config, model.device)
         self.pools, self.max_length = _make_pools(model, config, num_scratch_pages=num_scratch_pages(mode, config.max_batch))

@@ -168,6 +168,18 @@ def test_impossible_parameters_are_refused(pairs):
         engine.generate([[1]], max_new_tokens=4, params=[GREEDY, GREEDY])
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"max_batch": 1.5}, {"max_batch": 0}, {"max_batch": None}, {"max_length": "9"}, {"cache_tokens": -1}, {"kernels": "fast"}],
+    ids=repr,
+)
+def test_an_impossible_config_is_refused_before_the_model_is_looked_at(fields, tmp_path):
+    with pytest.raises(ConfigError, match=f"{next(iter(fields))}="):
+        Engine(tmp_path / "absent", EngineConfig(**fields))
+    with pytest.raises(ConfigError, match="a config of type dict"):
+        Engine(tmp_path / "absent", {"max_batch": 2})
+
+
 @pytest.mark.parametrize("prompt", ["text", 5, None, [1.5], ["1"], [[1]]], ids=repr)
 def test_what_is_no_list_of_ids_is_refused_and_not_guessed_at(pairs, prompt):
     engine = pairs["causal-refresh"].engine()
