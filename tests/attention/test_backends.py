@@ -174,12 +174,12 @@ def test_flex_is_compiled_for_every_shape_and_never_evaluates_all_pairs(monkeypa
     counter = CompileCounterWithBackend("eager")  # what is compiled for a GPU cannot be compiled here; when it is, can be seen
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
     monkeypatch.setattr(flex_backend, "_compiled", functools.cache(flex_backend._compiled.__wrapped__))
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)  # torch's own is 8, which a Refresh model reaches
     shapes = range(4)
-    for slots in (CYCLE * (shape + 1) for shape in shapes):
-        for documents in (((slots,),), ((CYCLE, slots - CYCLE) if slots > CYCLE else (slots,),)):
-            attention = FlexAttention(_layout(documents, "bidirectional-refresh"))
-            with torch.no_grad():
+    # torch's own limit is 8, which a Refresh model reaches
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=2):
+        for slots in (CYCLE * (shape + 1) for shape in shapes):
+            for documents in (((slots,),), ((CYCLE, slots - CYCLE) if slots > CYCLE else (slots,),)):
+                attention = FlexAttention(_layout(documents, "bidirectional-refresh"))
                 _shadow(attention, _streams(1, slots, torch.float32), "bidirectional-refresh")
     assert counter.frame_count == 2 * len(shapes)  # the mask and the attention; other documents change neither
 

@@ -60,7 +60,7 @@ def test_the_benchmark_reports_both_sizes_against_cp(tmp_path, capsys):
     arguments = ["--scratch", str(tmp_path), "--output", str(tmp_path / "out.json"), "--num-layers", "2", "--repeats", "1"]
     assert bench([*arguments, *sizes]) == 0
     shown = capsys.readouterr().out
-    assert "2 layers" in shown and "4 layers" in shown and shown.count("x cp; peak") == 4
+    assert "2 layers" in shown and "4 layers" in shown and shown.count(" x cp (fastest by fastest ") == 4
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
