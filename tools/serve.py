@@ -22,6 +22,7 @@ from pathlib import Path
 
 from megatron_dmtd.errors import ConfigError, DMTDError
 from megatron_dmtd.inference import Engine, EngineConfig
+from megatron_dmtd.inference.text import load_tokenizer
 
 #: where a model says how it is best decoded
 _GENERATION_FILE = "generation_config.json"
@@ -104,6 +105,7 @@ def run(options: argparse.Namespace) -> int:
     from megatron_dmtd.serving.worker import Worker
 
     key, listening = api_key(options.api_key_file), bound_socket(options.host, options.port)
+    tokenizer, defaults = load_tokenizer(options.model), sampling_defaults(options.model)
     engine = Engine(
         options.model,
         EngineConfig(max_batch=options.max_batch, max_length=options.max_length, cache_bytes=int(options.cache_gib * 2**30)),
@@ -112,8 +114,9 @@ def run(options: argparse.Namespace) -> int:
         device=options.device,
         variant="vanilla" if options.vanilla else None,
     )
+    engine.tokenizer = tokenizer  # read once, and before the weights
     name = options.model_name or options.model.resolve().name
-    config = ServerConfig(model_name=name, api_key=key, defaults=sampling_defaults(options.model))
+    config = ServerConfig(model_name=name, api_key=key, defaults=defaults)
 
     def end() -> None:
         server.should_exit = True

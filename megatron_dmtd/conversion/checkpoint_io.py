@@ -51,7 +51,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from megatron_dmtd.config import Config, from_yaml, to_yaml
 from megatron_dmtd.conversion.directories import built_aside
 from megatron_dmtd.conversion.overlap import Flusher, SteadyFile, read_ahead
-from megatron_dmtd.conversion.rules import TensorSpec, check_own
+from megatron_dmtd.conversion.rules import LAYERS, TensorSpec, check_own
 from megatron_dmtd.conversion.weight_files import map_tensor, num_bytes_of
 from megatron_dmtd.errors import CheckpointError, ConfigError, ConversionError
 from megatron_dmtd.training.checksums import sha256_of, write_checksums
@@ -66,7 +66,6 @@ _METADATA = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_LAYERS = "decoder.layers."
 #: optimizer state, also that of chained optimizers
 _NOT_MODEL = re.compile(r"(chained_\d+\.)?optimizer\.")
 #: what torch raises for absent, cut or scrambled files
@@ -93,11 +92,11 @@ def _damaged(directory: Path, error: BaseException) -> CheckpointError:
 
 
 def _is_stacked(key: str) -> bool:
-    return key.startswith(_LAYERS) and not key.removeprefix(_LAYERS).split(".")[0].isdigit()
+    return key.startswith(LAYERS) and not key.removeprefix(LAYERS).split(".")[0].isdigit()
 
 
 def _layer_key(key: str, layer: int) -> str:
-    return f"{_LAYERS}{layer}.{key.removeprefix(_LAYERS)}"
+    return f"{LAYERS}{layer}.{key.removeprefix(LAYERS)}"
 
 
 class CheckpointTensors:
@@ -206,11 +205,11 @@ def _check_stackable(specs: Mapping[str, TensorSpec], *, num_layers: int) -> Non
     """All layers of a tensor must have one type: stacking would change the others."""
     faults = []
     for name in specs:
-        if name.startswith(f"{_LAYERS}0."):
-            suffix = name.removeprefix(f"{_LAYERS}0.")
-            types = {str(specs[f"{_LAYERS}{layer}.{suffix}"].dtype) for layer in range(num_layers)}
+        if name.startswith(f"{LAYERS}0."):
+            suffix = name.removeprefix(f"{LAYERS}0.")
+            types = {str(specs[f"{LAYERS}{layer}.{suffix}"].dtype) for layer in range(num_layers)}
             if len(types) > 1:
-                faults.append(f"{_LAYERS}*.{suffix} mixes {' and '.join(sorted(types))}")
+                faults.append(f"{LAYERS}*.{suffix} mixes {' and '.join(sorted(types))}")
     if faults:
         raise ConversionError(
             found="; ".join(faults), required="one type for all layers of a tensor", remedy="cast the weights to one type first"
@@ -221,7 +220,7 @@ def _extra_state_keys(num_layers: int) -> list[str]:
     """The empty objects that Megatron stores beside each linear layer (room for FP8 scales) and asks for when it loads."""
     keys = ["output_layer._extra_state/shard_0_1"]
     for name in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"):
-        keys += [f"{_LAYERS}{name}._extra_state/shard_{layer}_{num_layers}" for layer in range(num_layers)]
+        keys += [f"{LAYERS}{name}._extra_state/shard_{layer}_{num_layers}" for layer in range(num_layers)]
     return keys
 
 
@@ -235,7 +234,7 @@ class _Stored:
         objects = [WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO) for key in self.entries]
         by_file: dict[str, list[WriteItem]] = {"objects": objects}
         for name, spec in specs.items():
-            layer = int(name.removeprefix(_LAYERS).split(".")[0]) if name.startswith(_LAYERS) else None
+            layer = int(name.removeprefix(LAYERS).split(".")[0]) if name.startswith(LAYERS) else None
             by_file.setdefault(name if layer is None else f"layer {layer}", []).append(self._item(name, spec, layer, num_layers))
         self.plans = [SavePlan(items) for items in by_file.values()]
 
@@ -243,7 +242,7 @@ class _Stored:
         if layer is None:
             key, size, offsets, sizes = name, spec.shape, [0] * len(spec.shape), spec.shape
         else:
-            key = _LAYERS + name.removeprefix(f"{_LAYERS}{layer}.")
+            key = LAYERS + name.removeprefix(f"{LAYERS}{layer}.")
             size, offsets, sizes = (num_layers, *spec.shape), [layer, *[0] * len(spec.shape)], (1, *spec.shape)
         properties = TensorProperties(dtype=spec.dtype)
         entry = self.entries.setdefault(key, TensorStorageMetadata(properties=properties, size=torch.Size(size), chunks=[]))

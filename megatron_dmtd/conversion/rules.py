@@ -26,7 +26,8 @@ HEAD = "output_layer.weight"
 _FOREIGN_EMBEDDING = "model.embed_tokens.weight"
 _FOREIGN_HEAD = "lm_head.weight"
 
-_LAYERS = "decoder.layers."
+#: own names of what every layer has begin so
+LAYERS = "decoder.layers."
 
 Shape = tuple[int, ...]
 
@@ -55,7 +56,7 @@ class Rule:
     @property
     def is_of_a_layer(self) -> bool:
         """Whether it is a tensor that every layer has."""
-        return self.own_name.startswith(_LAYERS)
+        return self.own_name.startswith(LAYERS)
 
     def join(self, read_into: Callable[[str, torch.Tensor], None], whole: torch.Tensor) -> torch.Tensor:
         """Fill and return `whole`, of the first own shape: parts by `read_into(foreign name, view)`, the rest with zeros."""
@@ -128,7 +129,7 @@ def _gate_and_up(own_name: str, foreign_prefix: str, model: ModelConfig) -> Rule
 
 
 def _layer_rules(model: ModelConfig, layer: int) -> Iterable[Rule]:
-    own, foreign = f"{_LAYERS}{layer}", f"model.layers.{layer}"
+    own, foreign = f"{LAYERS}{layer}", f"model.layers.{layer}"
     hidden, heads_width = model.hidden_size, model.num_attention_heads * model.head_dim
     yield _same(f"{own}.input_layernorm.weight", f"{foreign}.input_layernorm.weight", (hidden,))
     yield _query_key_value(f"{own}.self_attention.linear_qkv.weight", f"{foreign}.self_attn", model)
