@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "megatron_dmtd"
 LAYERS = {
     "errors": 0,
     "cycle": 0,
+    "architecture": 0,
     "config": 0,
     "attention": 1,
     "hf": 1,
@@ -29,6 +30,8 @@ SAME_LAYER = {
     ("cycle", "errors"),
     ("config", "errors"),
     ("config", "cycle"),
+    ("config", "architecture"),
+    ("architecture", "cycle"),
     ("models", "parallel"),  # a stage's layers are those of its placement
     ("quickstart", "inference"),  # its report decodes with the engine
     ("conversion", "training"),  # checkpoints lie where training.paths says

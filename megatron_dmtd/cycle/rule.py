@@ -38,6 +38,22 @@ def complete_length(length, cycle_length):
     return cycle_id(length + cycle_length - 1, cycle_length) * cycle_length
 
 
+def cycle_start(position, cycle_length):
+    """The head of the cycle that holds `position`."""
+    return cycle_id(position, cycle_length) * cycle_length
+
+
+def parallel_entries(num_tokens, *, cycle_length, history):
+    """Entries that a parallel layer's cache holds once `num_tokens` tokens have been taken (section 9).
+
+    With `history` "real": real K and V of the cycles strictly before that of the last token. With "shadow": shadow K and V of
+    every cycle, the current one included. A sequential layer's cache holds `num_tokens` entries.
+    """
+    if history == "shadow":
+        return complete_length(num_tokens, cycle_length)
+    return (num_tokens > 0) * cycle_start(num_tokens - 1, cycle_length)
+
+
 def shadow_ids(token_id, position, *, cycle_length, mask_token_id):
     """The shadow stream's ids: the token at cycle heads, `mask_token_id` elsewhere (section 1.1)."""
     head = is_cycle_head(position, cycle_length)
@@ -55,6 +71,7 @@ def visible(
     cycle_length,
     history,
     block_attention,
+    window=None,
 ):
     """Whether a query slot of the parallel layers may read a key slot (sections 1.4 and 2 to 5).
 
@@ -67,6 +84,7 @@ def visible(
     - With `history` "shadow" there are no real keys; it reads shadow keys at or before its position.
     - "bidirectional" blocks show a shadow query the whole of its own cycle.
     - Nothing reads across documents.
+    - A `window` of w keys hides what lies w or more positions before the query, in every stream: a sliding window.
 
     Sequential layers and vanilla models hold real slots only.
     """
@@ -87,4 +105,7 @@ def visible(
         earlier = shadow_query & key_is_real & (key_cycle < query_cycle)
     else:
         earlier = both_shadow & (key_cycle < query_cycle)
-    return same_document & ((both_real & before) | own_block | earlier)
+    seen = same_document & ((both_real & before) | own_block | earlier)
+    if window is None:
+        return seen
+    return seen & (query_position - key_position < window)

@@ -1,0 +1,39 @@
+"""A decoder as data: its layers, the schedule of visits to them, and what follows from the two.
+
+`DecoderSpec` says what the layers are, `Schedule` in which order they are visited, by which streams, and which K and V are kept.
+Shapes, counts of parameters, FLOPs, kept activations and the K/V groups of decoding are folds over the two. No torch here:
+`architecture.rotary`, which needs it, is imported by its own name.
+"""
+
+from megatron_dmtd.architecture.schedule import KVGroup, Schedule, Stream, Visit, make_schedule
+from megatron_dmtd.architecture.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    MLPSpec,
+    NormSpec,
+    RopeScaling,
+    RotaryProfile,
+    uniform_layers,
+)
+from megatron_dmtd.architecture.tensors import TensorShape, decoder_tensors, layer_tensors, num_parameters
+
+__all__ = [
+    "AttentionSpec",
+    "DecoderSpec",
+    "KVGroup",
+    "LayerSpec",
+    "MLPSpec",
+    "NormSpec",
+    "RopeScaling",
+    "RotaryProfile",
+    "Schedule",
+    "Stream",
+    "TensorShape",
+    "Visit",
+    "decoder_tensors",
+    "layer_tensors",
+    "make_schedule",
+    "num_parameters",
+    "uniform_layers",
+]

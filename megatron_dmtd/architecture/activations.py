@@ -1,0 +1,31 @@
+"""What the backward pass keeps of each visit: an estimate in the layers' own terms.
+
+A test compares it with what autograd keeps. Allocator overhead, temporaries and the communication library come on top.
+"""
+
+from __future__ import annotations
+
+from megatron_dmtd.architecture.schedule import Schedule, Visit
+
+
+def visit_activations_per_token(
+    schedule: Schedule, visit: Visit, *, on_gpu: bool, tensor: int = 1, sequence_parallel: bool = False
+) -> float:
+    """Numbers that one visit keeps for the backward pass, per token of one stream and tensor-parallel rank.
+
+    Inputs and outputs of both norms; the joint projection of queries, keys and values, what their norms and rotation keep, the
+    attention's output and log-sum-exp, the rotation's angles; the gate and up halves and their product. Without the fused kernels
+    of a GPU the norms keep their normalised inputs too, and the gated activation its parts. A visit of two streams keeps each
+    one's attention output and both joined, and on a GPU the keys and values of one joined to the other's.
+    """
+    layer = schedule.layer(visit)
+    sequence = tensor if sequence_parallel else 1
+    queries, keys = layer.attention.query_size, layer.attention.key_size
+    unfused = 0 if on_gpu else 1
+    query_norm = queries + unfused * (queries + keys) if layer.attention.qk_norm is not None else 0
+    attention = (queries + 2 * keys) + query_norm + (queries + keys) + queries + layer.attention.num_attention_heads
+    if len(visit.streams) == 2:
+        attention += queries + (2 * keys if on_gpu else 0)
+    feed_forward = (3 + 2 * unfused) * layer.mlp.intermediate_size
+    norms = (4 + 2 * unfused) * schedule.decoder.hidden_size / sequence
+    return norms + (attention + feed_forward) / tensor + 4 * layer.attention.head_dim

@@ -1,0 +1,187 @@
+"""In which order a decoder's layers are visited, by which streams, and which K and V outlive the pass.
+
+A schedule is the method applied to a decoder. Training runs its visits one after the other; decoding runs those of one pass at a
+time: the parallel pass once per cycle, the sequential pass once per token. The four variants and vanilla differ in their visits
+and in nothing else: whoever runs a schedule need not ask which variant it is.
+
+Source: docs/method.md, sections 1 to 9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from megatron_dmtd.architecture.spec import DecoderSpec, LayerSpec
+from megatron_dmtd.cycle.method import Method
+
+
+class Stream(Enum):
+    """What the slots of a stream hold."""
+
+    REAL = "real"
+    """The tokens of the text."""
+    SHADOW = "shadow"
+    """The token at cycle heads, MASK elsewhere."""
+
+
+PARALLEL, SEQUENTIAL = "parallel", "sequential"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVGroup:
+    """K and V of several visits that are stored alike: entries of one size, as many of them at every moment."""
+
+    name: str
+    pass_name: str
+    """`parallel` or `sequential`: whose visits write it. It decides how many entries a request has (`num_entries`)."""
+    visits: tuple[int, ...]
+    """Indices of the schedule's visits that store here, in order: visit `visits[i]` has place i."""
+    num_key_value_heads: int
+    head_dim: int
+    window: int | None
+    """Keys that its visits see at most; None: all."""
+
+    def num_entries(self, method: Method, num_tokens: int) -> int:
+        """Entries of a request that has taken `num_tokens` tokens."""
+        return num_tokens if self.pass_name == SEQUENTIAL else method.parallel_entries(num_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Visit:
+    """One layer at work."""
+
+    layer: int
+    """Whose weights: an index of the decoder's layers. Several visits may name the same layer."""
+    pass_name: str
+    """`parallel` (once per cycle in decoding) or `sequential` (once per token)."""
+    streams: tuple[Stream, ...]
+    """Streams that enter, in the order in which they lie side by side."""
+    outputs: tuple[Stream, ...]
+    """Streams that leave. Others end at this visit's K and V: nothing later reads them."""
+    stored: Stream
+    """The stream whose K and V outlive the pass."""
+    kv_group: str
+    """Where they are kept."""
+    kv_place: int
+    """Which of the group's visits this is."""
+
+    def __post_init__(self) -> None:
+        assert self.outputs and set(self.outputs) <= set(self.streams) and self.stored in self.streams, self
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """A decoder and all visits to its layers, in order."""
+
+    decoder: DecoderSpec
+    method: Method
+    visits: tuple[Visit, ...]
+    kv_groups: tuple[KVGroup, ...]
+
+    def __post_init__(self) -> None:
+        names = [visit.pass_name for visit in self.visits]
+        assert names == sorted(names) and names[-1] == SEQUENTIAL, names  # "parallel" sorts before "sequential"
+        assert {visit.layer for visit in self.visits} == set(range(self.decoder.num_layers)), "a layer that nobody visits"
+        for group in self.kv_groups:
+            for place, index in enumerate(group.visits):
+                visit = self.visits[index]
+                assert (visit.kv_group, visit.kv_place) == (group.name, place), (group, visit)
+        assert sum(len(group.visits) for group in self.kv_groups) == len(self.visits), self.kv_groups
+
+    @property
+    def num_visits(self) -> int:
+        """Visits of one forward pass."""
+        return len(self.visits)
+
+    @property
+    def split(self) -> int:
+        """The first visit of the sequential pass: before it `Embed(x)` joins what the parallel pass gave. 0: no parallel pass."""
+        return sum(visit.pass_name == PARALLEL for visit in self.visits)
+
+    def layer(self, visit: Visit) -> LayerSpec:
+        """The layer that a visit names."""
+        return self.decoder.layers[visit.layer]
+
+    def pass_visits(self, pass_name: str) -> tuple[Visit, ...]:
+        """The visits of one pass, in order; none of `parallel` in a vanilla model."""
+        return tuple(visit for visit in self.visits if visit.pass_name == pass_name)
+
+    def group(self, name: str) -> KVGroup:
+        """A K/V group by its name."""
+        return next(group for group in self.kv_groups if group.name == name)
+
+    def pass_groups(self, pass_name: str) -> tuple[KVGroup, ...]:
+        """The K/V groups that a pass writes."""
+        return tuple(group for group in self.kv_groups if group.pass_name == pass_name)
+
+    def streams_into(self, index: int) -> tuple[Stream, ...]:
+        """The streams that enter visit `index`; what leaves the last visit is one real stream."""
+        return self.visits[index].streams if index < len(self.visits) else (Stream.REAL,)
+
+
+def _flows(method: Method, num_layers: int) -> Iterator[tuple[int, str, tuple[Stream, ...], tuple[Stream, ...], Stream]]:
+    """(layer, pass, streams in, streams out, stream that is stored) of each visit."""
+    real, shadow = Stream.REAL, Stream.SHADOW
+    split = method.num_parallel_layers
+    for layer in range(split):
+        if not method.refreshes:
+            yield layer, PARALLEL, (shadow,), (shadow,), shadow
+        else:
+            # After the last parallel layer nothing reads the real stream: only its K and V there are needed (section 3.1).
+            yield layer, PARALLEL, (real, shadow), (shadow,) if layer == split - 1 else (real, shadow), real
+    for layer in range(split, num_layers):
+        yield layer, SEQUENTIAL, (real,), (real,), real
+
+
+def _group_name(pass_name: str, layer: LayerSpec, others: list[LayerSpec]) -> str:
+    """The name of a pass's K/V group: the pass alone where all its layers store alike, else with what tells them apart."""
+    if len({_stored_as(other) for other in others}) == 1:
+        return pass_name
+    heads, width, window = _stored_as(layer)
+    return f"{pass_name}/{'full' if window is None else f'window-{window}'}/{heads}x{width}"
+
+
+def _stored_as(layer: LayerSpec) -> tuple[int, int, int | None]:
+    attention = layer.attention
+    return attention.num_key_value_heads, attention.head_dim, attention.window
+
+
+def make_schedule(decoder: DecoderSpec, method: Method) -> Schedule:
+    """The visits of `method` on `decoder`. The configuration has been validated: the method leaves a sequential layer."""
+    assert method.num_parallel_layers < decoder.num_layers, (method, decoder.num_layers)
+    flows = list(_flows(method, decoder.num_layers))
+    of_pass = {name: [decoder.layers[layer] for layer, other, *_ in flows if other == name] for name in (PARALLEL, SEQUENTIAL)}
+    places: dict[str, list[int]] = {}
+    visits = []
+    for index, (layer, pass_name, streams, outputs, stored) in enumerate(flows):
+        name = _group_name(pass_name, decoder.layers[layer], of_pass[pass_name])
+        group = places.setdefault(name, [])
+        visits.append(
+            Visit(
+                layer=layer,
+                pass_name=pass_name,
+                streams=streams,
+                outputs=outputs,
+                stored=stored,
+                kv_group=name,
+                kv_place=len(group),
+            )
+        )
+        group.append(index)
+    groups = tuple(_kv_group(name, places[name], visits, decoder) for name in places)
+    return Schedule(decoder=decoder, method=method, visits=tuple(visits), kv_groups=groups)
+
+
+def _kv_group(name: str, indices: list[int], visits: list[Visit], decoder: DecoderSpec) -> KVGroup:
+    first = visits[indices[0]]
+    heads, width, window = _stored_as(decoder.layers[first.layer])
+    return KVGroup(
+        name=name,
+        pass_name=first.pass_name,
+        visits=tuple(indices),
+        num_key_value_heads=heads,
+        head_dim=width,
+        window=window,
+    )

@@ -1,0 +1,141 @@
+"""What a decoder is made of. Frozen values without behaviour: a new kind of part is a new value here and a builder where it runs.
+
+The arithmetic that the values stand for, in the order of one layer:
+
+    x = x + o(attention(rotate(norm(q(n))), rotate(norm(k(n))), v(n)))    with n = norm(x)
+    x = x + down(silu(gate(m)) * up(m))                                   with m = norm(x)
+
+Names of quantities are those of Hugging Face's configurations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies differ from the default ones; the fields are Hugging Face's, those of other kinds are left alone."""
+
+    rope_type: Literal["default", "linear", "llama3", "yarn"] = "default"
+    """`default`: not at all. `linear`: positions divided by `factor`. `llama3`: long wavelengths divided by `factor`. `yarn`: the
+    same by a ramp over the frequencies, and a factor on the attention's scores (arXiv 2309.00071)."""
+    factor: float = 1.0
+    """Ratio of the longer context to the original one; at least 1."""
+    original_max_position_embeddings: int = 0
+    """Tokens of the original context; positive for `llama3` and `yarn`, else 0."""
+    low_freq_factor: float = 1.0
+    """`llama3`: wavelengths above the original context over this number are divided by `factor`."""
+    high_freq_factor: float = 4.0
+    """`llama3`: wavelengths below the original context over this number stay. Above `low_freq_factor`."""
+    beta_fast: float = 32.0
+    """`yarn`: frequencies of more rotations than this over the original context stay."""
+    beta_slow: float = 1.0
+    """`yarn`: frequencies of fewer rotations than this are divided by `factor`."""
+    attention_factor: float = 0.0
+    """`yarn`: factor on cosines and sines. 0: derived from `factor` (and `mscale`, `mscale_all_dim` where they are set)."""
+    mscale: float = 0.0
+    """`yarn`: see `attention_factor`. 0: not set."""
+    mscale_all_dim: float = 0.0
+    """`yarn`: see `attention_factor`. 0: not set."""
+    truncate: bool = True
+    """`yarn`: whether the ends of the ramp are rounded to whole dimensions."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RotaryProfile:
+    """Rotary position embedding of a layer's queries and keys; dimension i pairs with i + head_dim / 2."""
+
+    theta: float
+    """Base of the frequencies."""
+    scaling: RopeScaling = field(default_factory=RopeScaling)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormSpec:
+    """RMSNorm with a learned scale, computed in fp32 or wider."""
+
+    eps: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionSpec:
+    """Grouped-query softmax attention, scores divided by the root of `head_dim`."""
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    """Divides the query heads."""
+    head_dim: int
+    """Even."""
+    rotary: RotaryProfile
+    qk_norm: NormSpec | None = None
+    """Norm of each query and key head, before rotation; None: there is none."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    window: int | None = None
+    """Keys that a query sees at most, itself included: a sliding window. None: all before it."""
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_size(self) -> int:
+        """Width of all key heads, and of all value heads."""
+        return self.num_key_value_heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MLPSpec:
+    """Gated feed-forward layer with SiLU (SwiGLU), without biases."""
+
+    intermediate_size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSpec:
+    """One transformer layer."""
+
+    attention: AttentionSpec
+    mlp: MLPSpec
+    norm: NormSpec
+    """Before attention and before the MLP."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderSpec:
+    """The weights of a decoder, and how each layer uses its own. In which order layers are visited is the schedule's."""
+
+    vocab_size: int
+    """Tokens; the trainer pads its tables."""
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    final_norm: NormSpec
+    tie_word_embeddings: bool
+    """Whether the output head is the embedding table."""
+    max_position_embeddings: int
+    """Longest document that the decoder is meant for."""
+
+    def __post_init__(self) -> None:
+        assert self.layers, "a decoder without layers"
+
+    @property
+    def num_layers(self) -> int:
+        """Layers with weights of their own."""
+        return len(self.layers)
+
+    @property
+    def rotary_profiles(self) -> tuple[tuple[RotaryProfile, int], ...]:
+        """Each (rotary profile, head width) that occurs, once, in the order of the layers."""
+        return tuple(dict.fromkeys((layer.attention.rotary, layer.attention.head_dim) for layer in self.layers))
+
+
+def uniform_layers(layer: LayerSpec, num_layers: int, *, is_windowed: tuple[bool, ...] = ()) -> tuple[LayerSpec, ...]:
+    """`num_layers` layers like `layer`; those that `is_windowed` marks false see all keys (default: all are alike)."""
+    if not is_windowed:
+        return (layer,) * num_layers
+    assert len(is_windowed) == num_layers, (len(is_windowed), num_layers)
+    full = replace(layer, attention=replace(layer.attention, window=None))
+    return tuple(layer if windowed else full for windowed in is_windowed)
