@@ -1,4 +1,4 @@
-"""The recipes and pages that a user reads first: each recipe can run as it says, and what the pages name exists."""
+"""The recipes: each can run as it says, and is the model and variant of its name."""
 
 import dataclasses
 import re
@@ -11,7 +11,6 @@ from megatron_dmtd.cycle import VANILLA, VARIANTS
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "examples").glob("*/*.yaml"))
-PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: name -> layers, parallel layers, hidden, feed-forward, heads, key-value heads, head width, vocabulary, rope, q/k norm, MASK
 SHAPES = {
     "qwen3-4b": (36, 28, 2560, 9728, 32, 8, 128, 151936, 1e6, True, 151660),
@@ -85,33 +84,6 @@ def test_recipes_of_a_model_differ_in_nothing_but_variant_and_folders(folder):
             )
         )
     assert len(common) == 1
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_what_a_page_names_exists(page):
-    text = page.read_text()
-    links = re.findall(r"\]\(([^)#:]+)\)", text)
-    missing = [link for link in links if not (page.parent / link).exists()]
-    folders = "tools|tests|docs|examples|megatron_dmtd"
-    named = re.findall(rf"(?<![\w/.-])((?:{folders})/[\w./-]*[\w/])", text)
-    # capitals stand for a name to be filled in
-    missing += [name for name in named if not (ROOT / name).exists() and not re.search(r"[A-Z]{4}", name.replace("README", ""))]
-    assert not missing
-    assert links or named, "the page names nothing: the pattern is wrong"
-
-
-def test_the_readme_names_every_room_and_every_command():
-    text = (ROOT / "README.md").read_text()
-    rooms = {path.parent.name for path in (ROOT / "megatron_dmtd").glob("*/__init__.py")}
-    assert not [room for room in rooms if f"megatron_dmtd/{room}/" not in text]
-    assert not [path.name for path in (ROOT / "tools").glob("*.py") if path.name not in text]
-
-
-def test_make_has_the_targets_that_pages_name():
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    named = {target for page in PAGES for target in re.findall(r"`?make ([a-z-]+)\b[`\s]", page.read_text())}
-    assert {"quickstart", "test"} <= named & targets
-    assert {name for name in named if name.startswith(("test", "quick", "check", "format"))} <= targets
 
 
 def test_requirements_never_name_the_other_apex():

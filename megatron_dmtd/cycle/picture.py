@@ -59,7 +59,7 @@ def mask_grid(document_lengths: Sequence[int], *, variant: str, cycle_length: in
 
 
 def decoding_grid(cycle: int, *, variant: str, cycle_length: int) -> MaskGrid:
-    """The forward of the parallel layers that begins `cycle` of a document in decoding (sections 7.3 and 8.2).
+    """The forward pass of the parallel layers that begins `cycle` in decoding (docs/method.md, sections 7.3 and 8.2).
 
     Rows are the slots it computes: the shadow block, after the real tokens of the cycle before it if the variant refreshes.
     Columns are the cache and those slots. It is a piece of the training grid: that is why the two agree.

@@ -4,12 +4,12 @@ Every other statement of these ideas in the project imports this one. All functi
 NumPy arrays and torch tensors alike (and inside FlexAttention's tracer), so this file imports nothing at all: it travels with
 every exported model as `dmtd_cycles.py`.
 
-Positions count from 0 in each document. Source: specification, sections 1 to 5.
+Positions count from 0 in each document. Source: docs/method.md, sections 1 to 5.
 """
 
 VANILLA = "vanilla"
 
-#: variant name -> (history, block_attention); section "four models" of the specification
+#: variant name -> (history, block_attention); docs/method.md, "The four models"
 VARIANTS = {
     "causal-norefresh": ("shadow", "causal"),
     "causal-refresh": ("real", "causal"),
@@ -55,7 +55,7 @@ def parallel_entries(num_tokens, *, cycle_length, history):
 
 
 def shadow_ids(token_id, position, *, cycle_length, mask_token_id):
-    """The shadow stream's ids: the token at cycle heads, `mask_token_id` elsewhere (section 1.1)."""
+    """The shadow stream's ids: the token at cycle heads, `mask_token_id` elsewhere (docs/method.md, section 1.1)."""
     head = is_cycle_head(position, cycle_length)
     return head * token_id + (1 - head * 1) * mask_token_id
 
@@ -73,7 +73,7 @@ def visible(
     block_attention,
     window=None,
 ):
-    """Whether a query slot of the parallel layers may read a key slot (sections 1.4 and 2 to 5).
+    """Whether a query slot of the parallel layers may read a key slot (docs/method.md, sections 1.4 and 2 to 5).
 
     A slot is (stream, document, position). `history` and `block_attention` are plain strings, the rest are numbers, booleans
     or broadcastable arrays of them; the result is a boolean (array).

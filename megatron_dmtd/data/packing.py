@@ -2,7 +2,7 @@
 
 A document of n tokens gives n - 1 inputs t_0 .. t_{n-2} with the targets t_1 .. t_{n-1}, and takes as many slots as complete
 the last cycle of its inputs. Rows are whole cycles, and so are all pieces, so that every slot has the same phase in every row
-(specification, section 1.4). A piece behind a cut starts again at position 0.
+(docs/method.md, section 1.4). A piece behind a cut starts again at position 0.
 
 - `concatenate`: the slots of all documents, in the order of the epoch, form one stream that is cut every `seq_length` slots. The
   end of the last row is a document of padding.

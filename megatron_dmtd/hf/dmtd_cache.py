@@ -18,7 +18,7 @@ FIRST_CAPACITY = 64
 
 
 class DMTDCache(Cache):
-    """What decoding keeps between tokens (specification 7 to 9).
+    """What decoding keeps between tokens (docs/method.md, sections 6 to 9).
 
     - A sequential layer holds K and V of every token, and never a MASK.
     - A parallel layer holds, with history "real", real K and V of the cycles strictly before that of the last token: the cycle of

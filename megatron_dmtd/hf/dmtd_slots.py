@@ -180,7 +180,7 @@ class CompleteLayout:
 
 
 def complete_layout(input_ids_Bn: torch.Tensor, columns: Columns, config: DMTDQwen3Config) -> CompleteLayout:
-    """Complete every document of every row to whole cycles (specification 1.1, 1.4 and 6.2)."""
+    """Complete every document of every row to whole cycles (docs/method.md, sections 1.1, 1.4 and 6.2)."""
     num_documents = int(columns.document_Bn.max()) + 1
     # Padding is counted in one more bin, which is then cut off.
     bin_Bn = columns.document_Bn.masked_fill(~columns.is_token_Bn, num_documents)

@@ -3,7 +3,8 @@
 The slow and obvious implementation that travels with every exported model as remote code. It imports torch, transformers and its
 exported siblings, and knows nothing of Megatron. Weight names are exactly those of transformers' Qwen3.
 
-Source: specification, sections 1 to 5 (`DMTDQwen3Model._prompt`, any number of tokens at once) and 6 to 10 (`_step`, one token).
+Source: megatron_dmtd's docs/method.md, sections 1 to 5, for `DMTDQwen3Model._prompt` (any number of tokens at once), and
+docs/method.md, sections 6 to 10, for `_step` (one token).
 
 Shape legend: B rows, n columns of the caller's ids, M tokens among them, N slots of the cycle-complete layout, R rows at a cycle
 head, C cycle length, T slots, E head size, X hidden size, V vocabulary.
@@ -95,7 +96,7 @@ class DMTDQwen3Model(DMTDQwen3PreTrainedModel):
         fields: dict[str, Any] = {CACHE_FIELD: cache}
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_BnX), **fields)
 
-    # Any number of tokens at once: sections 1 to 5.
+    # Any number of tokens at once: docs/method.md, sections 1 to 5.
 
     def _prompt(self, input_ids_Bn: torch.Tensor, columns: Columns, cache: DMTDCache | None) -> torch.Tensor:
         """Hidden states `[B, n, X]` by the training rules; an empty `cache` is filled on the way."""
@@ -145,7 +146,7 @@ class DMTDQwen3Model(DMTDQwen3PreTrainedModel):
         return self._parallel(self.embed_tokens(ids_BT), slots, slots, exchange, num_real=num_real)
 
     def _keep_current_cycle(self, layout: CompleteLayout, parallel_BNX: torch.Tensor, cache: DMTDCache) -> None:
-        """Save the shadow hidden states and the tokens of each row's last cycle (specification 6.2)."""
+        """Save the shadow hidden states and the tokens of each row's last cycle (docs/method.md, section 6.2)."""
         cycle_length = self.config.mtp_horizon
         start_B = torch.tensor([cycle_id(length - 1, cycle_length) * cycle_length for length in cache.lengths])
         slot_BC = (start_B[:, None] + torch.arange(cycle_length)).to(parallel_BNX.device)
@@ -153,7 +154,7 @@ class DMTDQwen3Model(DMTDQwen3PreTrainedModel):
         cache.shadow_hidden_BCX = parallel_BNX[row_B1, slot_BC]
         cache.cycle_ids_BC = layout.tokens_BN[row_B1, slot_BC]
 
-    # One token: sections 6 to 10.
+    # One token: docs/method.md, sections 6 to 10.
 
     def _step(self, ids_B: torch.Tensor, cache: DMTDCache) -> torch.Tensor:
         """Hidden states `[B, 1, X]` of one more token of each row."""
@@ -182,7 +183,8 @@ class DMTDQwen3Model(DMTDQwen3PreTrainedModel):
         """Compute the shadow block of the rows that stand at a cycle head, and save its hidden states.
 
         With history "real" the cycle just ended goes through the same pass, before the block, as real tokens: its K and V join
-        the cache, the block's do not (7.3). With history "shadow" the block's join it (8.2).
+        the cache, the block's do not (docs/method.md, section 7.3). With history "shadow" the block's join it (docs/method.md,
+        section 8.2).
         """
         assert cache.shadow_hidden_BCX is not None and cache.cycle_ids_BC is not None
         cycle_length, is_real = self.config.mtp_horizon, self.config.dmtd_history_mode == "real"

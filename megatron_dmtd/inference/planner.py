@@ -5,9 +5,10 @@ token is a decoding step, more are a piece of a prompt. Both follow from the sam
 
 Every row first stores its K and V if it is written, layer by layer; then it attends to the first `history_length` entries of its
 request's pool and to rows `[local_begin, local_end)` of the same pass, whose K and V are not stored. That is all that the
-variants differ in, and it makes one pass over the parallel layers' weights serve refresh and shadow alike (specification 7.3).
+variants differ in, and it makes one pass over the parallel layers' weights serve refresh and shadow alike (docs/method.md,
+section 7.3).
 
-Source: specification, sections 6 to 10; for pieces of prompts, the training rules of sections 2 to 5.
+Source: docs/method.md, sections 6 to 10; for pieces of prompts, the training rules of docs/method.md, sections 2 to 5.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Method:
 
     @property
     def refreshes(self) -> bool:
-        """Earlier cycles look like real tokens to a shadow block (section 7), not like shadow ones (section 8)."""
+        """Earlier cycles look like real tokens to a shadow block, not like shadow ones (docs/method.md, sections 7 and 8)."""
         return not self.is_vanilla and VARIANTS[self.variant][0] == "real"
 
     @property
@@ -69,7 +70,7 @@ class Method:
         return limit if start == cycle_end else min(limit, cycle_end)
 
     def parallel_length(self, num_tokens: int) -> int:
-        """Entries that the parallel pool holds of a request that has taken `num_tokens` tokens (section 9)."""
+        """Entries that the parallel pool holds of a request that has taken `num_tokens` tokens (docs/method.md, section 9)."""
         if self.is_vanilla or num_tokens == 0:
             return 0
         if self.refreshes:
@@ -126,7 +127,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The shadow hidden states that outlive the step: one whole block (specification 6.2)."""
+    """The shadow hidden states that outlive the step: one whole block (docs/method.md, section 6.2)."""
 
     slot: int
     first_output: int
@@ -184,7 +185,7 @@ def _add_parallel(plan: StepPlan, method: Method, index: int, chunk: Chunk, firs
 
 
 def _add_sequential(plan: StepPlan, method: Method, index: int, chunk: Chunk, first_block: int, first_output: int) -> None:
-    """One real row per token, each after the one before it (specification 6.1)."""
+    """One real row per token, each after the one before it (docs/method.md, section 6.1)."""
     last_block = method.cycle_start(chunk.stop - 1)
     for position in range(chunk.start, chunk.stop):
         plan.sequential.add(index, position, chunk.tokens[position], is_written=True, history_length=position + 1)

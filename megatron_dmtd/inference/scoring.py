@@ -1,6 +1,7 @@
 """Log probabilities of given texts, through the same passes and caches as decoding.
 
-By the training rules: the cycled forward over known tokens is the teacher-forced one (specification 1 to 5).
+By the training rules: the cycled forward over known tokens is the teacher-forced one (docs/method.md,
+sections 1 to 5).
 """
 
 from __future__ import annotations

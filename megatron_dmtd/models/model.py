@@ -165,7 +165,7 @@ class CycleModel(LanguageModule):
         *,
         document_lengths: tuple[tuple[int, ...], ...],
     ) -> torch.Tensor:
-        """One stage of the teacher-forced forward pass (specification, sections 1 to 5).
+        """One stage of the teacher-forced forward pass (docs/method.md, sections 1 to 5).
 
         Every document must fill whole cycles; `document_lengths` are those of `Batch`. Returns the hidden states for the next
         stage [s, b, h]; on the last stage the per-slot loss [B, N] (labels given) or the logits over the vocabulary

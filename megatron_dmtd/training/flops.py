@@ -1,8 +1,8 @@
 """Floating-point operations of a training step, and the share of the machine's peak that they reach (MFU).
 
 A multiplication and an addition count as two operations, a training step as three forward passes. Only matrix products count:
-projections, the output head and attention over the keys that a query may really see (sections 2 to 5 of the specification), not
-the rectangle that a kernel may compute. Work that is done again (recompute) or for nothing (the real branch of the last
+projections, the output head and attention over the keys that a query may really see (docs/method.md, sections 2 to 5), not the
+rectangle that a kernel may compute. Work that is done again (recompute) or for nothing (the real branch of the last
 parallel layer beyond its keys and values) does not count. Reads no tensors and no clocks.
 """
 

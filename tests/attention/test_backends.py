@@ -1,4 +1,4 @@
-"""Every backend gives the attention that the specification writes, computed slot by slot.
+"""Every backend gives the attention that docs/method.md defines, computed slot by slot.
 
 Levels: float64 rounding for masked and dense, forward and backward; fp32 tolerance for FlexAttention, whose forward alone runs
 on a CPU. The Transformer Engine backend runs on GPUs only: here its refusals are tested.

@@ -1,4 +1,4 @@
-"""Dense masks and FlexAttention mask functions against the specification's text, and the two kernels against each other.
+"""Dense masks and FlexAttention mask functions against docs/method.md, and the two kernels against each other.
 
 Shape legend: B rows, H heads, N slots per row, D head width, Q queries, K keys.
 """

@@ -1,4 +1,4 @@
-"""Pictures: literal ones, and the grid against the specification's text."""
+"""Pictures: literal ones, and the grid against docs/method.md."""
 
 import sys
 
@@ -80,7 +80,7 @@ def test_mask_picture_literally():
 
 
 def test_the_merged_forward_of_a_refresh_variant_literally():
-    """Section 7.3: refresh queries are causal and see no shadow; shadow queries see the cache, the refresh and their block."""
+    """docs/method.md, section 7.3: refresh queries are causal and see no shadow; shadow queries see cache, refresh and block."""
     assert decoding_picture(2, variant="bidirectional-refresh", cycle_length=4).splitlines() == [
         "   reads stream  rrrr rrrr  |  ssss",
         "       document  0000 0000  |  0000",

@@ -1,4 +1,4 @@
-"""The rule, against the specification's text one pair of slots at a time, on numbers, NumPy arrays and torch tensors."""
+"""The rule, against docs/method.md one pair of slots at a time, on numbers, NumPy arrays and torch tensors."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Plans against the specification's own examples, and against the control-flow oracle over random workloads."""
+"""Plans against the examples of docs/method.md, and against the control-flow oracle over random workloads."""
 
 import random
 
@@ -26,7 +26,7 @@ def step(variant: str, start: int, stop: int) -> StepPlan:
     return plan_step(method(variant), [Chunk(slot=0, tokens=tokens(stop), start=start, stop=stop)])
 
 
-# Sections 7.3 and 10, literally.
+# docs/method.md, sections 7.3 and 10, literally.
 
 
 def test_a_complete_bidirectional_refresh_cycle_is_that_of_section_10():

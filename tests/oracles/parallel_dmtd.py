@@ -1,9 +1,10 @@
-"""An independent Parallel DMTD in float64: slow, obvious, and written from the specification alone.
+"""An independent Parallel DMTD in float64: slow, obvious, and written from the specification (docs/method.md) alone.
 
 It is what the fast paths are compared with, so it imports nothing of the package and nothing of transformers; torch serves as an
-array library. Two separate code paths state the method twice: `teacher_forced_logits` follows the training sections (1 to 5: two
-streams and visibility rules over a whole document), `cycled_decode` follows the decoding sections (6 to 10: caches, refresh,
-shadow block, one token at a time). They share the arithmetic of one layer at one slot, and nothing of who reads what.
+array library. Two separate code paths state the method twice: `teacher_forced_logits` follows docs/method.md, sections 1 to 5
+(training: two streams and visibility rules over a whole document), `cycled_decode` follows docs/method.md, sections 6 to 10
+(decoding: caches, refresh, shadow block, one token at a time). They share the arithmetic of one layer at one slot, and nothing
+of who reads what.
 
 Weights carry the names of Hugging Face's Qwen3. Layers, slots and visible keys are explicit Python loops: use tiny shapes.
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 Weights = dict[str, Tensor]
 
-#: (history, block_attention) of the four models of the specification.
+#: (history, block_attention) of the four models.
 FOUR_VARIANTS = (("shadow", "causal"), ("real", "causal"), ("shadow", "bidirectional"), ("real", "bidirectional"))
 
 
@@ -150,7 +151,7 @@ def head_logits(weights: Weights, shape: Shape, hidden_H: Tensor) -> Tensor:
     return weights[name] @ x_H
 
 
-# Path 1: the training forward, sections 1 to 5.
+# Path 1: the training forward pass; docs/method.md, sections 1 to 5.
 
 
 def shadow_document(shape: Shape, token_ids: Sequence[int], *, complete_last_cycle: bool = True) -> list[int]:
@@ -175,7 +176,7 @@ def _causal_layers(weights: Weights, shape: Shape, layers: range, hidden: list[T
 
 
 def _norefresh_sees(shape: Shape, block_attention: str, query_position: int, key_position: int) -> bool:
-    """Sections 2 and 4: who a shadow query reads when earlier cycles stay shadow."""
+    """What a shadow query reads when earlier cycles stay shadow (docs/method.md, sections 2 and 4)."""
     causal_history = key_position <= query_position
     if block_attention == "causal":
         return causal_history
@@ -184,7 +185,7 @@ def _norefresh_sees(shape: Shape, block_attention: str, query_position: int, key
 
 
 def _refresh_sees(shape: Shape, block_attention: str, query_position: int, key_is_real: bool, key_position: int) -> bool:
-    """Sections 3.2 and 5: who a shadow query reads when earlier cycles are real."""
+    """What a shadow query reads when earlier cycles are real (docs/method.md, sections 3.2 and 5)."""
     query_cycle, key_cycle = query_position // shape.cycle_length, key_position // shape.cycle_length
     real_visible = key_is_real and key_cycle < query_cycle
     shadow_visible = not key_is_real and key_cycle == query_cycle
@@ -255,7 +256,7 @@ def teacher_forced_logits(
     token_ids: Sequence[int],
     complete_last_cycle: bool = True,
 ) -> Tensor:
-    """Logits `[n, V]` of one document of n tokens, as the training forward gives them (sections 1 to 5)."""
+    """Logits `[n, V]` of one document of n tokens, as the training forward pass gives them (docs/method.md, sections 1 to 5)."""
     assert block_attention in ("causal", "bidirectional"), block_attention
     from_parallel_nH = parallel_hidden(
         weights,
@@ -276,7 +277,7 @@ def vanilla_logits(weights: Weights, shape: Shape, token_ids: Sequence[int]) -> 
     return torch.stack([head_logits(weights, shape, x_H) for x_H in hidden])
 
 
-# Path 2: cycled decoding, sections 6 to 10.
+# Path 2: cycled decoding; docs/method.md, sections 6 to 10.
 
 
 @dataclass(kw_only=True)
@@ -330,7 +331,7 @@ class CycledTrace:
 
 
 class CycledDecoder:
-    """One request, decoded as sections 6 to 10 say: refresh and shadow are two literal passes, then one token at a time."""
+    """One request (docs/method.md, sections 6 to 10): refresh and shadow are two literal passes, then one token at a time."""
 
     def __init__(self, weights: Weights, shape: Shape, *, history: str, block_attention: str) -> None:
         assert (history, block_attention) in FOUR_VARIANTS, (history, block_attention)
@@ -385,7 +386,7 @@ class CycledDecoder:
         )
 
     def _refresh(self, token_ids: list[int], *, start: int) -> None:
-        """Step A: real tokens through the parallel layers, causally; each layer appends its own real K and V."""
+        """Step A of docs/method.md, section 10: real tokens go through causally; each layer appends its own real K and V."""
         hidden = [embed(self.weights, token) for token in token_ids]
         for layer, cache in self.parallel_cache.items():
             after = []
@@ -396,7 +397,7 @@ class CycledDecoder:
             hidden = after
 
     def _shadow_block(self, head_id: int, *, start: int) -> list[Tensor]:
-        """Step B: `[head, M, M, M]` through the parallel layers, on each layer's history and the block's own K and V."""
+        """Step B of docs/method.md, section 10: `[head, M, M, M]` on each layer's history and the block's own K and V."""
         tau = self.shape.cycle_length
         hidden = [embed(self.weights, token) for token in [head_id] + [self.shape.mask_token_id] * (tau - 1)]
         for layer, cache in self.parallel_cache.items():
@@ -442,9 +443,10 @@ def _start(
 def cycled_decode(
     weights: Weights, shape: Shape, *, history: str, block_attention: str, token_ids: Sequence[int], prompt_length: int
 ) -> CycledTrace:
-    """Feed one document token by token, after a prompt whose earlier whole cycles are processed at once (sections 6 to 10).
+    """Feed one document token by token, after a prompt whose earlier whole cycles are processed at once.
 
-    The cycle that holds the prompt's last token is the first generated cycle. Logits start at position `prompt_length - 1`.
+    See docs/method.md, sections 6 to 10. The cycle that holds the prompt's last token is the first generated cycle. Logits start
+    at position `prompt_length - 1`.
     """
     decoder, logits_V = _start(
         weights,

@@ -1,8 +1,8 @@
-"""Control flow of cycled decoding, read off the specification's sections 6 to 10: a walk over tokens, with labels for numbers.
+"""Control flow of cycled decoding, read off docs/method.md, sections 6 to 10: a walk over tokens, with labels for numbers.
 
 Imports nothing of the package. An entry or a row is a label such as `R5` (real token 5) or `S5` (shadow slot 5). The walk takes
-one token after the other, refreshes and computes blocks as two separate stages (7.2 and 7.4), and notes for every label what it
-read. A step of the planner, however large, must show the same.
+one token after the other, refreshes and computes blocks as two separate stages (docs/method.md, sections 7.2 and 7.4), and notes
+for every label what it read. A step of the planner, however large, must show the same.
 """
 
 from __future__ import annotations

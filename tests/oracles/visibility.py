@@ -1,4 +1,4 @@
-"""Who sees whom in the parallel layers, read off the specification's sections 1.4 and 2 to 5, one pair of slots at a time.
+"""Who sees whom in the parallel layers, read off docs/method.md, sections 1.4 and 2 to 5, one pair of slots at a time.
 
 Imports nothing of the package. Cycles are counted while walking along a document, never computed by division.
 """

@@ -1,0 +1,134 @@
+"""The pages that a user reads: links lead somewhere, named files exist, and cited sections of the method can be followed."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+METHOD_MD = ROOT / "docs" / "method.md"
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+#: files that may cite sections of docs/method.md
+SOURCES = sorted(path for folder in ("megatron_dmtd", "tests", "tools") for path in (ROOT / folder).rglob("*.py"))
+FOLDERS = "tools|tests|docs|examples|megatron_dmtd"
+FILE_TYPES = "py|c|md|yaml|toml|txt|sh|sbatch|env|png"
+#: what commands write, not what the repository holds
+WRITTEN_BY_COMMANDS = {"quickstart/report.md"}
+
+NUMBERS = r"\d+(?:\.\d+)?(?:(?:, | and | to )\d+(?:\.\d+)?)*"
+SECTIONS = re.compile(rf"\b[Ss]ections? (?P<numbers>{NUMBERS})")
+CITATION = re.compile(rf"method\.md\)?, sections? (?P<numbers>{NUMBERS})")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def unwrapped(text: str) -> str:
+    """The text with its line breaks, indentation and comment marks undone."""
+    return re.sub(r"\s+(?:#:? )?", " ", text)
+
+
+def numbered_headings(text: str) -> set[str]:
+    return set(re.findall(r"^#+ (\d+(?:\.\d+)?)\.? ", text, re.MULTILINE))
+
+
+def cited(numbers: str) -> set[str]:
+    """`1.4 and 2 to 5` is 1.4, 2, 3, 4 and 5."""
+    found = set(re.findall(r"\d+(?:\.\d+)?", numbers))
+    for first, last in re.findall(r"(?<!\.)\b(\d+) to (\d+)", numbers):
+        found |= {str(number) for number in range(int(first), int(last) + 1)}
+    return found
+
+
+def citations(text: str) -> set[str]:
+    """Numbers of the sections of docs/method.md that a text cites."""
+    return {number for match in CITATION.finditer(unwrapped(text)) for number in cited(match["numbers"])}
+
+
+def sections_in_names(text: str) -> set[str]:
+    """`test_lengths_are_those_of_section_7_3` names 7.3."""
+    return {number.replace("_", ".") for number in re.findall(r"_section_(\d+(?:_\d+)?)", text)}
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    found: set[str] = set()
+    for heading in headings:
+        slug = re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+        number = next(number for number in range(len(headings)) if (f"{slug}-{number}" if number else slug) not in found)
+        found.add(f"{slug}-{number}" if number else slug)
+    return found
+
+
+def is_placeholder(name: str) -> bool:
+    """Capitals stand for a name to be filled in."""
+    return re.search(r"[A-Z]{4}", name.replace("README", "").replace("CHANGELOG", "")) is not None
+
+
+def test_the_checks_see_what_they_look_for():
+    assert numbered_headings("## 1. One\n### 1.2 Two\n## 30 days later\ntext 4. five") == {"1", "1.2", "30"}
+    assert citations("(docs/method.md, sections 1.4 and 2 to 4)") == {"1.4", "2", "3", "4"}
+    assert citations("# docs/method.md,\n# sections 6\n# to 8, then 99") == {"6", "7", "8"}
+    assert citations("docs/method.md, section 1. Sections 6 to 7 are cited without their page") == {"1"}
+    assert citations("([method.md](method.md), sections 7 and 9)") == {"7", "9"}
+    assert sections_in_names("def test_of_section_7_3(): ...\ndef test_section_10_alone(): ...") == {"7.3", "10"}
+    assert anchors("# A `b`, c\n## 7.3 Two-fold\n```\n# none\n```\n## 7.3 Two-fold") == {"a-b-c", "73-two-fold", "73-two-fold-1"}
+
+
+def test_the_method_has_the_sections_of_the_specification():
+    whole = {str(number) for number in range(1, 11)}
+    parts = {1: 4, 3: 2, 6: 2, 7: 6, 8: 4}
+    assert numbered_headings(METHOD_MD.read_text()) == whole | {
+        f"{number}.{part}" for number, count in parts.items() for part in range(1, count + 1)
+    }
+
+
+def test_every_cited_section_of_the_method_exists():
+    found = {path: citations(path.read_text()) | sections_in_names(path.read_text()) for path in [*SOURCES, *PAGES]}
+    found[Path(__file__)] = set()
+    sections = numbered_headings(METHOD_MD.read_text())
+    assert {name_of(path): numbers - sections for path, numbers in found.items() if numbers - sections} == {}
+    assert set().union(*found.values()) >= {"1.1", "1.4", "3.2", "6.1", "6.2", "7.2", "7.3", "7.4", "8.2", "10"}
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if path != Path(__file__)], ids=name_of)
+def test_a_citation_names_its_page(path):
+    text = unwrapped(path.read_text())
+    assert [match["numbers"] for match in SECTIONS.finditer(text)] == [match["numbers"] for match in CITATION.finditer(text)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_of_a_page_leads_somewhere(page):
+    links = re.findall(r"\]\(([^):]+)\)", page.read_text())
+    targets = [(link, (page.parent / link.split("#")[0]).resolve() if not link.startswith("#") else page) for link in links]
+    assert not [link for link, target in targets if not target.exists()]
+    with_anchor = [(link.split("#")[1], target) for link, target in targets if "#" in link]
+    assert not [anchor for anchor, target in with_anchor if anchor not in anchors(target.read_text())]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_file_that_a_page_names_exists(page):
+    text = page.read_text()
+    named = set(re.findall(rf"(?<![\w/.-])((?:{FOLDERS})/[\w./-]*[\w/])", text))
+    missing = {name for name in named if not (ROOT / name).exists()}
+    # A room's file may be named without the package: `cycle/rule.py`.
+    in_code = set(re.findall(rf"`((?:[\w.-]+/)+[\w.-]+\.(?:{FILE_TYPES}))`", text))
+    missing |= {name for name in in_code if not any((folder / name).exists() for folder in (ROOT, ROOT / "megatron_dmtd"))}
+    assert not {name for name in missing if not is_placeholder(name)} - WRITTEN_BY_COMMANDS
+    assert named or in_code or "](" in text, "the page names nothing: the pattern is wrong"
+
+
+def test_the_readme_names_every_room_and_every_command():
+    text = (ROOT / "README.md").read_text()
+    rooms = {path.parent.name for path in (ROOT / "megatron_dmtd").glob("*/__init__.py")}
+    assert not [room for room in rooms if f"megatron_dmtd/{room}/" not in text]
+    assert not [path.name for path in (ROOT / "tools").glob("*.py") if path.name not in text]
+
+
+def test_make_has_the_targets_that_pages_name():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = {target for page in PAGES for target in re.findall(r"`?make ([a-z-]+)\b[`\s]", page.read_text())}
+    assert {"quickstart", "test"} <= named & targets
+    assert {name for name in named if name.startswith(("test", "quick", "check", "format"))} <= targets
