@@ -60,7 +60,7 @@ def rotary_tables(
 
 
 def _concentration(factor: float, mscale: float) -> float:
-    """YaRN's factor on scores, "m" of section 3.4 (there the square root of 1/t)."""
+    """YaRN's factor on scores, "m" of arXiv 2309.00071, section 3.4 (there the square root of 1/t)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

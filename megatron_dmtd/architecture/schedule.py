@@ -129,7 +129,7 @@ def _flows(method: Method, num_layers: int) -> Iterator[tuple[int, str, tuple[St
         if not method.refreshes:
             yield layer, PARALLEL, (shadow,), (shadow,), shadow
         else:
-            # After the last parallel layer nothing reads the real stream: only its K and V there are needed (section 3.1).
+            # Nothing reads the last parallel layer's real stream but through its K and V (docs/method.md, section 3.1).
             yield layer, PARALLEL, (real, shadow), (shadow,) if layer == split - 1 else (real, shadow), real
     for layer in range(split, num_layers):
         yield layer, SEQUENTIAL, (real,), (real,), real

@@ -57,7 +57,7 @@ class Method:
 
     @property
     def refreshes(self) -> bool:
-        """Whether the parallel layers hold a real stream beside the shadow stream (section 7)."""
+        """Whether the parallel layers hold a real stream in addition to the shadow stream (docs/method.md, section 7)."""
         return not self.is_vanilla and self.history == "real"
 
     @property
@@ -97,7 +97,7 @@ class Method:
         return limit if start == cycle_end else min(limit, cycle_end)
 
     def parallel_entries(self, num_tokens: int) -> int:
-        """Entries that the parallel layers' caches hold of a request that has taken `num_tokens` tokens (section 9)."""
+        """Entries that the parallel layers' caches hold of a request that has taken `num_tokens` tokens (docs/method.md, section 9)."""
         if self.is_vanilla:
             return 0
         return parallel_entries(num_tokens, cycle_length=self.cycle_length, history=self.history)

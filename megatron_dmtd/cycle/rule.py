@@ -44,7 +44,7 @@ def cycle_start(position, cycle_length):
 
 
 def parallel_entries(num_tokens, *, cycle_length, history):
-    """Entries that a parallel layer's cache holds once `num_tokens` tokens have been taken (section 9).
+    """Entries that a parallel layer's cache holds once `num_tokens` tokens have been taken (docs/method.md, section 9).
 
     With `history` "real": real K and V of the cycles strictly before that of the last token. With "shadow": shadow K and V of
     every cycle, the current one included. A sequential layer's cache holds `num_tokens` entries.
