@@ -97,7 +97,7 @@ class Method:
         return limit if start == cycle_end else min(limit, cycle_end)
 
     def parallel_entries(self, num_tokens: int) -> int:
-        """Entries that the parallel layers' caches hold of a request that has taken `num_tokens` tokens (docs/method.md, section 9)."""
+        """Entries in a parallel layer's cache for a request that has taken `num_tokens` tokens (docs/method.md, section 9)."""
         if self.is_vanilla:
             return 0
         return parallel_entries(num_tokens, cycle_length=self.cycle_length, history=self.history)
