@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)  # without slots: jsonargparse reads the defaults of a nested section by `vars`
 class RopeScaling:
     """How rotary frequencies differ from the default ones; the fields are Hugging Face's, those of other kinds are left alone."""
 

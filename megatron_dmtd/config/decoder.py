@@ -27,8 +27,11 @@ def decoder_of(model: ModelConfig) -> DecoderSpec:
             num_attention_heads=model.num_attention_heads,
             num_key_value_heads=model.num_key_value_heads,
             head_dim=model.head_dim,
-            rotary=RotaryProfile(theta=model.rope_theta),
+            rotary=RotaryProfile(theta=model.rope_theta, scaling=model.rope_scaling),
             qk_norm=norm if model.qk_norm else None,
+            qkv_bias=model.qkv_bias,
+            output_bias=model.output_bias,
+            window=model.sliding_window or None,
         ),
         mlp=MLPSpec(intermediate_size=model.intermediate_size),
         norm=norm,
@@ -36,11 +39,17 @@ def decoder_of(model: ModelConfig) -> DecoderSpec:
     return DecoderSpec(
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
-        layers=uniform_layers(layer, model.num_layers),
+        layers=uniform_layers(layer, model.num_layers, is_windowed=_is_windowed(model)),
         final_norm=norm,
         tie_word_embeddings=model.tie_word_embeddings,
         max_position_embeddings=model.max_position_embeddings,
     )
+
+
+def _is_windowed(model: ModelConfig) -> tuple[bool, ...]:
+    if not model.sliding_window or not model.windowed_layers:
+        return ()
+    return tuple(layer in model.windowed_layers for layer in range(model.num_layers))
 
 
 def method_of(cycle: CycleConfig) -> Method:

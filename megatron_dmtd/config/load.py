@@ -28,8 +28,16 @@ def _sections() -> dict[str, Any]:
 
 
 def known_keys() -> list[str]:
-    """Every dotted key of the configuration, such as `optimizer.lr`."""
-    return [f"{name}.{item.name}" for name, section in _sections().items() for item in dataclasses.fields(section)]
+    """Every dotted key of the configuration, such as `optimizer.lr` or `model.rope_scaling.factor`."""
+    return [key for name, section in _sections().items() for key in _keys(name, section)]
+
+
+def _keys(prefix: str, section: Any) -> list[str]:
+    found = []
+    for item in dataclasses.fields(section):
+        is_nested = dataclasses.is_dataclass(item.default_factory)
+        found += _keys(f"{prefix}.{item.name}", item.default_factory) if is_nested else [f"{prefix}.{item.name}"]
+    return found
 
 
 class RawHelp(jsonargparse.DefaultHelpFormatter):
@@ -88,11 +96,18 @@ def _as_config_error(error: Exception) -> ConfigError:
 
 def to_config(namespace: Any) -> Config:
     """The sections of a parsed namespace as a `Config`."""
-    sections = {}
-    for name, section in _sections().items():
-        values = namespace[name].as_dict()
-        sections[name] = section(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
-    return Config(**sections)
+    return Config(**{name: _to_section(section, namespace[name].as_dict()) for name, section in _sections().items()})
+
+
+def _to_section(section: Any, values: dict[str, Any]) -> Any:
+    nested = {item.name: item.default_factory for item in dataclasses.fields(section)}
+    fields = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            fields[name] = _to_section(nested[name], value)
+        else:
+            fields[name] = tuple(value) if isinstance(value, list) else value
+    return section(**fields)
 
 
 def parse(parser: jsonargparse.ArgumentParser, arguments: Sequence[str] | None = None) -> Any:
@@ -110,11 +125,14 @@ def load_config(arguments: Sequence[str]) -> Config:
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """The configuration as plain nested dictionaries of JSON and YAML values."""
-    plain = dataclasses.asdict(config)
-    return {
-        section: {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-        for section, values in plain.items()
-    }
+    return {section: _plain(values) for section, values in dataclasses.asdict(config).items()}
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    plain = {}
+    for name, value in values.items():
+        plain[name] = _plain(value) if isinstance(value, dict) else list(value) if isinstance(value, tuple) else value
+    return plain
 
 
 def to_yaml(config: Config) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megatron_dmtd.architecture.spec import RopeScaling
 from megatron_dmtd.cycle import VANILLA, VARIANTS
 
 Variant = Literal["vanilla", "causal-norefresh", "causal-refresh", "bidirectional-norefresh", "bidirectional-refresh"]
@@ -19,6 +20,9 @@ Variant = Literal["vanilla", "causal-norefresh", "causal-refresh", "bidirectiona
 class ModelConfig:
     """Shape of the decoder. The field names are those of Hugging Face's Qwen3 where it has one."""
 
+    family: str = "auto"
+    """Hugging Face's name (`model_type`) of the architecture that a vanilla export has, such as `llama`. `auto`: the first that
+    has everything the decoder has. An import sets it; nothing is computed by it."""
     num_layers: int = 36
     """Transformer layers, parallel and sequential together."""
     hidden_size: int = 2560
@@ -37,12 +41,22 @@ class ModelConfig:
     """Longest document, in tokens, that the model is meant for."""
     rope_theta: float = 1_000_000.0
     """Base of the rotary position embedding."""
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    """How rotary frequencies differ from the default ones, for contexts longer than the original one."""
     rms_norm_eps: float = 1e-6
     """Epsilon of every RMSNorm."""
     tie_word_embeddings: bool = True
     """Whether the output head is the embedding table."""
     qk_norm: bool = True
     """RMSNorm on each query and key head: true for Qwen3-like decoders, false for Llama-like ones."""
+    qkv_bias: bool = False
+    """Biases of the query, key and value projections: true for Qwen2-like decoders."""
+    output_bias: bool = False
+    """Bias of the attention's output projection."""
+    sliding_window: int = 0
+    """Keys that a query of a windowed layer sees at most, itself included. 0: no layer is windowed, all see all keys before."""
+    windowed_layers: tuple[int, ...] = ()
+    """Indices, from 0, of the layers with a sliding window. Empty: all of them, if `sliding_window` is set."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; projections back to the residual stream use `init_std / sqrt(2 num_layers)`."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+from megatron_dmtd.architecture.spec import RopeScaling
 from megatron_dmtd.config.batch_size import batch_sizes
 from megatron_dmtd.config.sections import Config, CycleConfig, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
 from megatron_dmtd.cycle import VARIANTS
@@ -51,6 +54,63 @@ def validate_model(model: ModelConfig) -> None:
         found=f"model.head_dim = {model.head_dim}",
         required="an even number: rotary embedding turns pairs",
         remedy="set model.head_dim to an even number",
+    )
+    _validate_window(model)
+    _validate_rope_scaling(model.rope_scaling)
+
+
+def _validate_window(model: ModelConfig) -> None:
+    _require_not_negative("model", {"sliding_window": model.sliding_window})
+    layers = model.windowed_layers
+    _require(
+        not layers or model.sliding_window > 0,
+        found=f"model.windowed_layers = {list(layers)} with model.sliding_window = 0",
+        required="a window where layers have one",
+        remedy="set model.sliding_window, or leave out model.windowed_layers",
+    )
+    _require(
+        len(set(layers)) == len(layers) and all(0 <= layer < model.num_layers for layer in layers),
+        found=f"model.windowed_layers = {list(layers)} of {model.num_layers} layers",
+        required=f"different indices from 0 to {model.num_layers - 1}",
+        remedy="correct model.windowed_layers",
+    )
+
+
+def _validate_rope_scaling(scaling: RopeScaling) -> None:
+    if scaling.rope_type == "default":
+        _require(
+            scaling == RopeScaling(),
+            found="settings of model.rope_scaling with rope_type default",
+            required="a rope_type that reads them: linear, llama3 or yarn",
+            remedy="set model.rope_scaling.rope_type, or leave out the others",
+        )
+        return
+    _require(
+        math.isfinite(scaling.factor) and scaling.factor >= 1,
+        found=f"model.rope_scaling.factor = {scaling.factor}",
+        required="a number of at least 1",
+        remedy="set model.rope_scaling.factor to the ratio of the longer context to the original one",
+    )
+    if scaling.rope_type == "linear":
+        return
+    _require(
+        scaling.original_max_position_embeddings > 0,
+        found=f"model.rope_scaling.original_max_position_embeddings = {scaling.original_max_position_embeddings}",
+        required="the context, in tokens, before scaling",
+        remedy="set model.rope_scaling.original_max_position_embeddings",
+    )
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    _require(
+        scaling.rope_type != "llama3" or 0 < low < high,
+        found=f"model.rope_scaling.low_freq_factor = {low}, high_freq_factor = {high}",
+        required="two positive numbers, the first below the second",
+        remedy="set both (1 and 4 in Llama 3.1)",
+    )
+    _require(
+        scaling.rope_type != "yarn" or scaling.beta_fast > scaling.beta_slow > 0,
+        found=f"model.rope_scaling.beta_fast = {scaling.beta_fast}, beta_slow = {scaling.beta_slow}",
+        required="two positive numbers, the first above the second",
+        remedy="set both (32 and 1 in the paper)",
     )
 
 

@@ -24,6 +24,7 @@ _FILES = "the same corpora elsewhere; other ones are refused when their rows are
 #: why a field may differ
 ALLOWED = {
     "model.max_position_embeddings": "says what the model is meant for, not what it is",
+    "model.family": "names the architecture of exports; nothing is computed by it",
     "model.init_std": _MADE,
     "parallel.tensor": _RESHARDED,
     "parallel.pipeline": _RESHARDED,
@@ -98,6 +99,11 @@ REFUSED = {
     "model.rms_norm_eps": _SHAPE,
     "model.tie_word_embeddings": _SHAPE,
     "model.qk_norm": _SHAPE,
+    "model.rope_scaling": _SHAPE,
+    "model.qkv_bias": _SHAPE,
+    "model.output_bias": _SHAPE,
+    "model.sliding_window": _SHAPE,
+    "model.windowed_layers": _SHAPE,
     "cycle.variant": _METHOD,
     "cycle.num_parallel_layers": _METHOD,
     "cycle.cycle_length": _METHOD,

@@ -24,7 +24,7 @@ SCALINGS = {
 
 
 def in_transformers(theta: float, head_dim: int, scaling: RopeScaling) -> tuple[torch.Tensor, float]:
-    fields = {name: getattr(scaling, name) for name in scaling.__slots__ if getattr(scaling, name)}
+    fields = {name: getattr(scaling, name) for name in vars(scaling) if getattr(scaling, name)}
     fields["truncate"] = scaling.truncate
     config = LlamaConfig(
         hidden_size=4 * head_dim,

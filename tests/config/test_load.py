@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dmtd.architecture import RopeScaling
 from megatron_dmtd.config import Config, from_yaml, load_config, make_parser, to_yaml
 from megatron_dmtd.config.load import known_keys
 from megatron_dmtd.errors import ConfigError
@@ -20,6 +21,17 @@ def test_later_settings_win_and_yaml_gives_the_same_configuration_back(tmp_path:
     (tmp_path / "c.yaml").write_text(to_yaml(config))
     assert from_yaml(tmp_path / "c.yaml") == config
     assert load_config([]) == Config()
+
+
+def test_a_section_inside_a_section_is_set_by_file_and_by_option_and_written_back(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("model: {rope_scaling: {rope_type: yarn, factor: 4}, windowed_layers: [1]}\n")
+    config = load_config(["--config", str(tmp_path / "a.yaml"), "--model.rope_scaling.original_max_position_embeddings", "32768"])
+    expected = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768)
+    assert config.model.rope_scaling == expected and config.model.windowed_layers == (1,)
+    (tmp_path / "b.yaml").write_text(to_yaml(config))
+    assert from_yaml(tmp_path / "b.yaml") == config
+    with pytest.raises(ConfigError, match=r"did you mean model\.rope_scaling\.factor"):
+        load_config(["--model.rope_scaling.facto", "4"])
 
 
 @pytest.mark.parametrize(

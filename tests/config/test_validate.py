@@ -2,6 +2,7 @@ from typing import Any
 
 import pytest
 
+from megatron_dmtd.architecture import RopeScaling
 from megatron_dmtd.config import Config, data_parallel_size, num_microbatches, validate
 from megatron_dmtd.errors import ConfigError
 from tests.support.tiny import VARIANTS, tiny_config, with_settings
@@ -10,6 +11,33 @@ BAD: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"model": {"num_layers": 0}}, "model.num_layers = 0"),
     ({"model": {"num_key_value_heads": 3}}, "4 query heads over 3 key-value heads"),
     ({"model": {"head_dim": 7}}, "model.head_dim = 7"),
+    ({"model": {"sliding_window": -1}}, "model.sliding_window = -1"),
+    ({"model": {"windowed_layers": (1,)}}, "model.windowed_layers = [1] with model.sliding_window = 0"),
+    ({"model": {"sliding_window": 8, "windowed_layers": (1, 4)}}, "model.windowed_layers = [1, 4] of 4 layers"),
+    ({"model": {"sliding_window": 8, "windowed_layers": (1, 1)}}, "model.windowed_layers = [1, 1] of 4 layers"),
+    ({"model": {"sliding_window": 8, "windowed_layers": (1, 3)}}, ""),
+    ({"model": {"rope_scaling": RopeScaling(factor=2.0)}}, "model.rope_scaling with rope_type default"),
+    ({"model": {"rope_scaling": RopeScaling(rope_type="linear", factor=0.5)}}, "model.rope_scaling.factor = 0.5"),
+    ({"model": {"rope_scaling": RopeScaling(rope_type="yarn", factor=2.0)}}, "original_max_position_embeddings = 0"),
+    (
+        {
+            "model": {
+                "rope_scaling": RopeScaling(rope_type="yarn", factor=2.0, original_max_position_embeddings=64, beta_fast=0.5)
+            }
+        },
+        "model.rope_scaling.beta_fast = 0.5, beta_slow = 1.0",
+    ),
+    (
+        {
+            "model": {
+                "rope_scaling": RopeScaling(
+                    rope_type="llama3", factor=2.0, original_max_position_embeddings=64, low_freq_factor=4.0
+                )
+            }
+        },
+        "model.rope_scaling.low_freq_factor = 4.0, high_freq_factor = 4.0",
+    ),
+    ({"model": {"rope_scaling": RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=64)}}, ""),
     ({"cycle": {"cycle_length": 0}}, "cycle.cycle_length = 0"),
     ({"cycle": {"num_parallel_layers": 4}}, "4 parallel layers of 4 layers"),
     ({"cycle": {"num_parallel_layers": 0}}, "0 parallel layers of 4 layers"),
@@ -58,7 +86,7 @@ BAD: list[tuple[dict[str, dict[str, Any]], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("sections", "found"), BAD, ids=[found or "it fits" for _, found in BAD])
+@pytest.mark.parametrize(("sections", "found"), BAD, ids=[found or f"it fits {index}" for index, (_, found) in enumerate(BAD)])
 def test_a_contradiction_is_refused_by_name(sections: dict[str, dict[str, Any]], found: str) -> None:
     config = tiny_config(**sections)
     if not found:
