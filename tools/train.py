@@ -12,13 +12,13 @@ it (docs/fault_tolerance.md).
 import sys
 
 from megatron_dmtd.training import exit_codes
-from megatron_dmtd.training.signals import StopRequested, StopSignals
+from megatron_dmtd.training.health.signals import StopRequested, StopSignals
 
 
 def _status_of(error: Exception) -> int:
-    from megatron_dmtd.training.bad_numbers import BadNumbers
+    from megatron_dmtd.training.checkpoints.saving import SaveError
+    from megatron_dmtd.training.health.non_finite import BadNumbers
     from megatron_dmtd.training.log import LogError
-    from megatron_dmtd.training.saving import SaveError
 
     statuses = {BadNumbers: exit_codes.BAD_NUMBERS, SaveError: exit_codes.NOT_SAVED, LogError: exit_codes.NOT_LOGGED}
     return statuses.get(type(error), exit_codes.REFUSED)

@@ -54,8 +54,8 @@ from megatron_dmtd.conversion.overlap import Flusher, SteadyFile, read_ahead
 from megatron_dmtd.conversion.rules import LAYERS, TensorSpec, check_own
 from megatron_dmtd.conversion.weight_files import map_tensor, num_bytes_of
 from megatron_dmtd.errors import CheckpointError, ConfigError, ConversionError
-from megatron_dmtd.training.checksums import sha256_of, write_checksums
-from megatron_dmtd.training.paths import CONFIG_FILE, METADATA_FILE, write_atomically
+from megatron_dmtd.training.checkpoints.checksums import sha256_of, write_checksums
+from megatron_dmtd.training.checkpoints.paths import CONFIG_FILE, METADATA_FILE, write_atomically
 
 #: a tokenizer that has no other home travels in this folder of a checkpoint
 TOKENIZER_FOLDER = "tokenizer"

@@ -34,8 +34,8 @@ from megatron_dmtd.conversion.rules import (
 )
 from megatron_dmtd.conversion.weight_files import WeightFiles
 from megatron_dmtd.errors import CheckpointError
-from megatron_dmtd.training import checksums
-from megatron_dmtd.training.paths import find_step_directory
+from megatron_dmtd.training.checkpoints import checksums
+from megatron_dmtd.training.checkpoints.paths import find_step_directory
 
 
 class Source(Protocol):

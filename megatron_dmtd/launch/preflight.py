@@ -23,7 +23,7 @@ from megatron_dmtd.launch.health import Gpu, Report
 from megatron_dmtd.launch.links import Link
 from megatron_dmtd.launch.verdict import Limits, Problem, judge, judge_all_reduce, judge_links
 from megatron_dmtd.platform.device import Platform, current_platform
-from megatron_dmtd.training.paths import write_atomically
+from megatron_dmtd.training.checkpoints.paths import write_atomically
 
 FAILED = 8
 #: a file on a network file system may be seen late on another node

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megatron_dmtd.config import load_config
 from megatron_dmtd.errors import DMTDError
-from megatron_dmtd.training.paths import latest_directory, step_of, write_atomically
+from megatron_dmtd.training.checkpoints.paths import latest_directory, step_of, write_atomically
 
 EXHAUSTED = 7
 

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from megatron_dmtd.config import LoggingConfig
 from megatron_dmtd.errors import ConfigError, DMTDError
-from megatron_dmtd.training.paths import write_atomically
+from megatron_dmtd.training.checkpoints.paths import write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 SUPERSEDED_FILE = "metrics.superseded.jsonl"

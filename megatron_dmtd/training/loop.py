@@ -25,20 +25,21 @@ from megatron_dmtd.data.verify import check_tokenizer
 from megatron_dmtd.errors import CheckpointError, ConfigError, DMTDError
 from megatron_dmtd.parallel.groups import init_parallel, rank_of_environment, world_size_of_environment
 from megatron_dmtd.platform import Platform
-from megatron_dmtd.training import bad_numbers, paths
-from megatron_dmtd.training.agreement import any_rank, raise_together, told_by_first
-from megatron_dmtd.training.checkpoint import load_checkpoint, load_weights
-from megatron_dmtd.training.compatibility import check_resumable, check_weights, differences, saved_config
+from megatron_dmtd.training.checkpoints import paths
+from megatron_dmtd.training.checkpoints.checkpoint import load_checkpoint, load_weights
+from megatron_dmtd.training.checkpoints.compatibility import check_resumable, check_weights, differences, saved_config
+from megatron_dmtd.training.checkpoints.run_lock import LEASE_S, locked
+from megatron_dmtd.training.checkpoints.saving import Saver
+from megatron_dmtd.training.health import non_finite
+from megatron_dmtd.training.health.consensus import any_rank, raise_together, told_by_first
+from megatron_dmtd.training.health.signals import StopRequested, StopSignals
+from megatron_dmtd.training.health.throughput import Pace, peak_tflops
+from megatron_dmtd.training.health.watchdog import Watchdog, watched
 from megatron_dmtd.training.log import METRICS_FILE, RunLog, read_metrics
 from megatron_dmtd.training.metrics import PhaseLoss
-from megatron_dmtd.training.pace import Pace, peak_tflops
 from megatron_dmtd.training.progress import Progress
-from megatron_dmtd.training.run_lock import LEASE_S, locked
-from megatron_dmtd.training.saving import Saver
 from megatron_dmtd.training.setup import Run, build_run
-from megatron_dmtd.training.signals import StopRequested, StopSignals
 from megatron_dmtd.training.step import StepResult, advance, evaluate, train_step
-from megatron_dmtd.training.watchdog import Watchdog, watched
 
 
 def _dataset(config: Config, prefixes: tuple[str, ...], *, shuffled: bool) -> PackedDataset:
@@ -261,10 +262,10 @@ class Trainer:
 
     def _skip(self, result: StepResult) -> None:
         loss = result.loss.values().get("loss", 0.0)
-        account = bad_numbers.write_account(self.run, result, loss=loss)
+        account = non_finite.write_account(self.run, result, loss=loss)
         if self.progress.bad_steps >= self.run.config.training.max_bad_steps:
             saved = self._save_now()
-            raise bad_numbers.stop(self.run, result, loss=loss, account=account, saved=saved)
+            raise non_finite.stop(self.run, result, loss=loss, account=account, saved=saved)
         self.progress.bad_steps += 1
         advance(self.run)
         where = account or "standard error"
@@ -276,7 +277,7 @@ class Trainer:
         self.progress.since_log.merge(result.loss)
         loss = result.loss.values().get("loss", 0.0)
         deviations = self.run.config.logging.spike_deviations
-        if (found := bad_numbers.spike(self.progress.recent_losses, loss, deviations=deviations)) is not None:
+        if (found := non_finite.spike(self.progress.recent_losses, loss, deviations=deviations)) is not None:
             mean, deviation = found
             self.log.log(self.run.step, {"spike_loss": loss, "usual_loss": mean, "usual_deviation": deviation})
 

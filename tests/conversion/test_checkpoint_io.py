@@ -70,7 +70,7 @@ def save_with_megatron(config: Config, directory: str) -> dict[str, torch.Tensor
     from megatron_dmtd.models.initialization import global_name
     from megatron_dmtd.parallel.groups import init_parallel
     from megatron_dmtd.platform import prepare_megatron
-    from megatron_dmtd.training.checkpoint import save_checkpoint
+    from megatron_dmtd.training.checkpoints.checkpoint import save_checkpoint
     from megatron_dmtd.training.setup import build_run
 
     platform = prepare_megatron()
@@ -87,7 +87,7 @@ def load_with_megatron(config: Config, directory: str) -> dict[str, torch.Tensor
     from megatron_dmtd.models.initialization import global_name
     from megatron_dmtd.parallel.groups import init_parallel
     from megatron_dmtd.platform import prepare_megatron
-    from megatron_dmtd.training.checkpoint import load_weights
+    from megatron_dmtd.training.checkpoints.checkpoint import load_weights
     from megatron_dmtd.training.setup import build_run
 
     platform = prepare_megatron()

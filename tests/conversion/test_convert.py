@@ -73,7 +73,7 @@ def megatron_logits(checkpoint: str, tokens_BN: torch.Tensor) -> torch.Tensor:
     """Logits of the model that the trainer builds and fills from a checkpoint. Runs on a rank."""
     from megatron_dmtd.parallel.groups import init_parallel
     from megatron_dmtd.platform import prepare_megatron
-    from megatron_dmtd.training.checkpoint import load_weights
+    from megatron_dmtd.training.checkpoints.checkpoint import load_weights
     from megatron_dmtd.training.setup import build_run
 
     platform = prepare_megatron()

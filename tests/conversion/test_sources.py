@@ -9,7 +9,7 @@ from megatron_dmtd.conversion.rules import rules, spec_of
 from megatron_dmtd.conversion.sources import Checkpoint, HFDirectory, num_parameters, open_source, verified_beside
 from megatron_dmtd.conversion.weight_files import WeightFiles, write_weights
 from megatron_dmtd.errors import CheckpointError, ConversionError
-from megatron_dmtd.training import checksums, paths
+from megatron_dmtd.training.checkpoints import checksums, paths
 from tests.support.hf_models import change_fields, random_hf_directory, small_model
 
 

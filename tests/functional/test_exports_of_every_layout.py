@@ -28,7 +28,7 @@ def train_and_save(config: Config, steps: int, target: str) -> int:
     """Resume, if there is something to resume from, train to `steps`, and save elsewhere. The first step; runs on each rank."""
     from megatron_dmtd.platform import prepare_megatron
     from megatron_dmtd.training import loop
-    from megatron_dmtd.training.checkpoint import save_checkpoint
+    from megatron_dmtd.training.checkpoints.checkpoint import save_checkpoint
     from megatron_dmtd.training.step import train_step
 
     run = loop.prepare(config, prepare_megatron())

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from megatron_dmtd.training.checkpoints.paths import latest_directory
 from megatron_dmtd.training.log import METRICS_FILE, RUN_ID_FILE, read_metrics
-from megatron_dmtd.training.paths import latest_directory
 from tests.slurm.conftest import NUM_STEPS, ROOT, SMALL, write_corpus_in
 
 pytestmark = [pytest.mark.slurm, pytest.mark.multiprocess]

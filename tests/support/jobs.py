@@ -46,8 +46,8 @@ def run_job(
 ) -> tuple[str, list[str], Any]:
     """A whole run as `tools/train.py` does it. How it ended, the phases in which this rank was signalled, and its values."""
     from megatron_dmtd.platform import prepare_megatron
+    from megatron_dmtd.training.health.signals import StopRequested, StopSignals
     from megatron_dmtd.training.loop import run_training
-    from megatron_dmtd.training.signals import StopRequested, StopSignals
 
     signals, sent = StopSignals(), []  # type: ignore[var-annotated]
     signals.install()

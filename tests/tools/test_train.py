@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from megatron_dmtd.config import Config
-from megatron_dmtd.training import checksums, exit_codes, paths
+from megatron_dmtd.training import exit_codes
+from megatron_dmtd.training.checkpoints import checksums, paths
 from tests.support.checkpoints import ROOT, Job, common_of
 from tests.support.jobs import lines_of
 from tests.support.tiny import tiny_config, with_settings

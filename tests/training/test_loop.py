@@ -15,7 +15,7 @@ import pytest
 
 from megatron_dmtd.config import Config
 from megatron_dmtd.errors import CheckpointError, ConfigError
-from megatron_dmtd.training import paths
+from megatron_dmtd.training.checkpoints import paths
 from tests.support.checkpoints import assert_same_checkpoint, common_of
 from tests.support.disks import small_disk
 from tests.support.jobs import PHASES, lines_of, run_job

@@ -116,10 +116,10 @@ def _best(earlier: dict[str, float], found: dict[str, float]) -> dict[str, float
 
 def _repeat(run: Any, batches: Any, folder: Path) -> tuple[dict[str, float], int]:
     """One round of everything that is measured on a run, and the bytes of a checkpoint."""
-    from megatron_dmtd.training import checksums
-    from megatron_dmtd.training.checkpoint import load_checkpoint
+    from megatron_dmtd.training.checkpoints import checksums
+    from megatron_dmtd.training.checkpoints.checkpoint import load_checkpoint
+    from megatron_dmtd.training.checkpoints.saving import Saver
     from megatron_dmtd.training.progress import Progress
-    from megatron_dmtd.training.saving import Saver
     from megatron_dmtd.training.step import train_step
 
     saver, progress, found = Saver(run, folder), Progress.new(cycle_length=run.config.cycle.cycle_length), {}

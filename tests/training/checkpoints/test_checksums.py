@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dmtd.errors import CheckpointError
-from megatron_dmtd.training import checksums
+from megatron_dmtd.training.checkpoints import checksums
 
 
 def _directory(folder: Path) -> Path:

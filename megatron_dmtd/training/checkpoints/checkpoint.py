@@ -14,13 +14,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dmtd.config import Config
 from megatron_dmtd.errors import CheckpointError
-from megatron_dmtd.training import checksums, paths
-from megatron_dmtd.training.agreement import gathered
-from megatron_dmtd.training.compatibility import check_resumable, check_weights
+from megatron_dmtd.training.checkpoints import checksums, paths
+from megatron_dmtd.training.checkpoints.compatibility import check_resumable, check_weights
+from megatron_dmtd.training.checkpoints.saving import Saver
+from megatron_dmtd.training.checkpoints.sharded_state import model_state, restore, whole_state
+from megatron_dmtd.training.health.consensus import gathered
 from megatron_dmtd.training.progress import Progress
-from megatron_dmtd.training.saving import Saver
 from megatron_dmtd.training.setup import Run
-from megatron_dmtd.training.state import model_state, restore, whole_state
 
 
 def save_checkpoint(run: Run, directory: str | Path, progress: Progress | None = None) -> Path:

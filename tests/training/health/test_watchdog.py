@@ -12,7 +12,7 @@ import pytest
 
 from megatron_dmtd.config import Config
 from megatron_dmtd.training import exit_codes
-from megatron_dmtd.training.watchdog import Sign, Watchdog, suspects, watched
+from megatron_dmtd.training.health.watchdog import Sign, Watchdog, suspects, watched
 from tests.support.checkpoints import Job
 from tests.support.tiny import tiny_config, with_settings
 
@@ -69,7 +69,7 @@ def test_a_beat_may_ask_for_more_time_and_a_stopped_watchdog_ends_nothing() -> N
 
 _FAILS_AFTER_THE_REPORT = """
 import time
-from megatron_dmtd.training.watchdog import Watchdog
+from megatron_dmtd.training.health.watchdog import Watchdog
 
 watchdog = Watchdog(limit_s=4.0, rank=0, world_size=1)
 watchdog.start()

@@ -13,7 +13,7 @@ import torch
 
 from megatron_dmtd.config import Config
 from megatron_dmtd.errors import CheckpointError
-from megatron_dmtd.training import paths
+from megatron_dmtd.training.checkpoints import paths
 from tests.support.checkpoints import assert_same_checkpoint, tensors_of
 from tests.support.ranks import run_ranks
 from tests.support.tiny import VARIANTS, tiny_config, with_settings
@@ -23,7 +23,7 @@ def train_to(config: Config, steps: int) -> tuple[list[float], dict[str, torch.T
     """Train to `steps`, resuming where there is a checkpoint, and save. Losses of the steps run, final weights, first step."""
     from megatron_dmtd.platform import prepare_megatron
     from megatron_dmtd.training import loop
-    from megatron_dmtd.training.checkpoint import save_checkpoint
+    from megatron_dmtd.training.checkpoints.checkpoint import save_checkpoint
     from megatron_dmtd.training.step import train_step
 
     loop.check(config, world_size=torch.distributed.get_world_size())
@@ -134,7 +134,7 @@ def test_a_checkpoint_of_another_model_or_method_is_refused_field_by_field(corpu
     from megatron_dmtd.platform import prepare_megatron
 
     prepare_megatron()
-    from megatron_dmtd.training.checkpoint import check_resumable, check_weights
+    from megatron_dmtd.training.checkpoints.checkpoint import check_resumable, check_weights
 
     config = _config(corpus, tmp_path / "run")
     run_ranks(1, train_to, config, 1)

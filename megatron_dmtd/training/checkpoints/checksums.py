@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_dmtd.errors import CheckpointError
-from megatron_dmtd.training.paths import CHECKSUMS_FILE, step_of, write_durably
+from megatron_dmtd.training.checkpoints.paths import CHECKSUMS_FILE, step_of, write_durably
 
 #: names are relative to the checkpoint: nothing outside it is ever read
 _LINE = re.compile(r"(?P<digest>[0-9a-f]{64})  (?P<name>(?!\.\.?(/|$))[^/\n]+(/(?!\.\.?(/|$))[^/\n]+)*)")

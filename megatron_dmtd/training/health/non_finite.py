@@ -19,8 +19,8 @@ from megatron.core import parallel_state
 
 from megatron_dmtd.config import to_dict
 from megatron_dmtd.errors import DMTDError
-from megatron_dmtd.training import paths
-from megatron_dmtd.training.agreement import gathered_on_first, told_by_first
+from megatron_dmtd.training.checkpoints import paths
+from megatron_dmtd.training.health.consensus import gathered_on_first, told_by_first
 from megatron_dmtd.training.setup import Run
 from megatron_dmtd.training.step import StepResult
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dmtd.errors import CheckpointError
-from megatron_dmtd.training import paths
+from megatron_dmtd.training.checkpoints import paths
 
 
 def _checkpoint(run: Path, step: int) -> Path:

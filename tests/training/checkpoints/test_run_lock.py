@@ -19,8 +19,8 @@ import pytest
 
 from megatron_dmtd.config import Config
 from megatron_dmtd.errors import CheckpointError, ConfigError
-from megatron_dmtd.training import paths, run_lock
-from megatron_dmtd.training.run_lock import LOCK_FILE, locked
+from megatron_dmtd.training.checkpoints import paths, run_lock
+from megatron_dmtd.training.checkpoints.run_lock import LOCK_FILE, locked
 from tests.support.checkpoints import PATIENCE_S, ROOT
 from tests.support.jobs import run_job
 from tests.support.ranks import run_ranks
@@ -28,7 +28,7 @@ from tests.support.tiny import tiny_config, with_settings
 
 _HOLDER = """
 import sys, time
-from megatron_dmtd.training.run_lock import locked
+from megatron_dmtd.training.checkpoints.run_lock import locked
 with locked(sys.argv[1]):
     print("held", flush=True)
     time.sleep(float(sys.argv[2]))

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_dmtd.config import Config
 from megatron_dmtd.platform import prepare_megatron
-from megatron_dmtd.training import checksums, paths
+from megatron_dmtd.training.checkpoints import checksums, paths
 from tests.support.checkpoints import PATIENCE_S, assert_same_checkpoint, common_of
 from tests.support.jobs import lines_of, run_job
 from tests.support.ranks import run_ranks

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_dmtd.config import Config, from_yaml
 from megatron_dmtd.errors import CheckpointError, ConfigError
-from megatron_dmtd.training import paths
+from megatron_dmtd.training.checkpoints import paths
 
 _HOW_IT_RUNS = "says how the run works, not what it computes"
 _RESHARDED = "state is resharded: the same run up to rounding"

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megatron_dmtd.config import Config
-from megatron_dmtd.training import exit_codes, paths
+from megatron_dmtd.training import exit_codes
+from megatron_dmtd.training.checkpoints import paths
 from megatron_dmtd.training.log import read_metrics
 from tests.support.checkpoints import Job, assert_same_checkpoint, common_of
 from tests.support.jobs import lines_of, run_job
@@ -49,7 +50,7 @@ def _spoil(config: Config, spoiled_rank: int, spoiled_steps: tuple[int, ...]) ->
             handle.remove()
 
     loop.train_step = train_step
-    from megatron_dmtd.training.bad_numbers import BadNumbers
+    from megatron_dmtd.training.health.non_finite import BadNumbers
 
     try:
         return run_job(config)
@@ -139,7 +140,7 @@ def test_a_jump_of_the_loss_is_a_spike_and_noise_is_not() -> None:
     from megatron_dmtd.platform import prepare_megatron
 
     prepare_megatron()
-    from megatron_dmtd.training.bad_numbers import SPIKE_MINIMUM, SPIKE_WINDOW, spike
+    from megatron_dmtd.training.health.non_finite import SPIKE_MINIMUM, SPIKE_WINDOW, spike
 
     recent: list[float] = []
     calm = [2.0 + 0.1 * (-1) ** index for index in range(100)]
@@ -156,7 +157,7 @@ def _rows_match(config: Config) -> bool:
     from megatron_dmtd.data.loader import collate
     from megatron_dmtd.platform import prepare_megatron
     from megatron_dmtd.training import loop
-    from megatron_dmtd.training.bad_numbers import rows_of_microbatch
+    from megatron_dmtd.training.health.non_finite import rows_of_microbatch
 
     run = loop.prepare(config, prepare_megatron())
     dataset = loop._dataset(config, config.data.train, shuffled=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_dmtd.config import Config
-from megatron_dmtd.training import checksums, paths
+from megatron_dmtd.training.checkpoints import checksums, paths
 from tests.support.checkpoints import assert_same_checkpoint, common_of
 from tests.support.disks import small_disk
 from tests.support.ranks import run_ranks
@@ -31,8 +31,8 @@ def _started(config: Config) -> tuple[Any, Any, Any, Any]:
     """A run, its batches, its saver and new progress."""
     from megatron_dmtd.platform import prepare_megatron
     from megatron_dmtd.training import loop
+    from megatron_dmtd.training.checkpoints.saving import Saver
     from megatron_dmtd.training.progress import Progress
-    from megatron_dmtd.training.saving import Saver
 
     run = loop.prepare(config, prepare_megatron())
     iterator = loop._iterator(run, loop._dataset(config, config.data.train, shuffled=True), first_row=run.rows)
@@ -40,7 +40,7 @@ def _started(config: Config) -> tuple[Any, Any, Any, Any]:
 
 
 def _save_in_both_ways(config: Config, other: str) -> tuple[bool, bool, list[str]]:
-    from megatron_dmtd.training.saving import Saver
+    from megatron_dmtd.training.checkpoints.saving import Saver
     from megatron_dmtd.training.step import train_step
 
     run, iterator, saver, progress = _started(config)
@@ -135,7 +135,7 @@ def test_a_run_without_a_step_can_be_saved_and_resumed(
 
 
 def _kill_the_writer(config: Config) -> str:
-    from megatron_dmtd.training.saving import SaveError
+    from megatron_dmtd.training.checkpoints.saving import SaveError
     from megatron_dmtd.training.step import train_step
 
     run, iterator, saver, progress = _started(config)
@@ -166,7 +166,7 @@ def test_a_writer_killed_on_one_rank_is_an_error_on_all_and_leaves_the_last_chec
 
 
 def _save_until_it_fails(config: Config, most: int) -> tuple[int, str]:
-    from megatron_dmtd.training.saving import SaveError
+    from megatron_dmtd.training.checkpoints.saving import SaveError
     from megatron_dmtd.training.step import train_step
 
     run, iterator, saver, progress = _started(config)

@@ -5,8 +5,15 @@ import pytest
 
 from megatron_dmtd.config import Config, to_yaml
 from megatron_dmtd.errors import CheckpointError
-from megatron_dmtd.training import paths
-from megatron_dmtd.training.compatibility import ALLOWED, REFUSED, check_resumable, check_weights, differences, saved_config
+from megatron_dmtd.training.checkpoints import paths
+from megatron_dmtd.training.checkpoints.compatibility import (
+    ALLOWED,
+    REFUSED,
+    check_resumable,
+    check_weights,
+    differences,
+    saved_config,
+)
 from tests.support.tiny import tiny_config, with_settings
 
 

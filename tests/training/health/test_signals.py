@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from megatron_dmtd.training.signals import SAME_REQUEST_S
+from megatron_dmtd.training.health.signals import SAME_REQUEST_S
 from tests.support.checkpoints import ROOT
 
 _PROGRAM = """
 import os, sys, time
-from megatron_dmtd.training.signals import StopSignals
+from megatron_dmtd.training.health.signals import StopSignals
 assert "torch" not in sys.modules
 signals = StopSignals()
 signals.install()

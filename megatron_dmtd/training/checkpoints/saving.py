@@ -36,12 +36,12 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 
 from megatron_dmtd.config import CheckpointConfig, to_yaml
 from megatron_dmtd.errors import CheckpointError
-from megatron_dmtd.training import paths
-from megatron_dmtd.training.agreement import any_rank, gathered_on_first, told_by_first
-from megatron_dmtd.training.checksums import sha256_of, write_checksums
+from megatron_dmtd.training.checkpoints import paths
+from megatron_dmtd.training.checkpoints.checksums import sha256_of, write_checksums
+from megatron_dmtd.training.checkpoints.sharded_state import METADATA, whole_state
+from megatron_dmtd.training.health.consensus import any_rank, gathered_on_first, told_by_first
 from megatron_dmtd.training.progress import Progress
 from megatron_dmtd.training.setup import Run
-from megatron_dmtd.training.state import METADATA, whole_state
 
 COMMON_FILE = "common.pt"
 _POLL_S = 0.02
