@@ -1,4 +1,4 @@
-# `make quickstart` and `make test` need nothing but Python 3.11 or 3.12 (with venv), a C++ compiler and this folder.
+# `make quickstart` and `make test` need only Python 3.11 or 3.12 (with venv), a C++ compiler and this folder.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -6,7 +6,7 @@ SHELL := /bin/bash
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# One thread per process: the tests fork several ranks, and threads of a parent do not survive in its children.
+# One thread per process: the tests fork several ranks, and a parent's threads do not survive in its children.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: help quickstart test test-slow test-slurm test-gpu check format clean
@@ -17,13 +17,13 @@ help:  ## Show this list
 quickstart: $(INSTALLED)  ## Train, export and decode a small model, with a report in quickstart/ (about 8 minutes on 2 quiet cores)
 	$(BIN)/python tools/quickstart.py
 
-test: check  ## Lint, types, and all tests but the slow ones and those that need a GPU or Slurm
+test: check  ## Lint, types, and all tests except the slow ones and those that need a GPU or Slurm
 	$(TEST) -m "not slow and not gpu and not slurm"
 
 test-slow: $(INSTALLED)  ## The slow tests
 	$(TEST) -m "slow and not gpu"
 
-test-slurm: $(INSTALLED)  ## The tests on a real Slurm of four nodes on this host, but the slow ones (root; docs/slurm.md: what to install)
+test-slurm: $(INSTALLED)  ## The tests on a real Slurm of four nodes on this host, except the slow ones (as root; see docs/slurm.md)
 	$(TEST) -m "slurm and not slow and not gpu" $(PYTEST_OPTIONS)
 
 test-gpu: $(INSTALLED)  ## The tests that need a GPU
@@ -34,11 +34,11 @@ check: $(INSTALLED)  ## Lint, formatting and types
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-format: $(INSTALLED)  ## Put the code into its format
+format: $(INSTALLED)  ## Format the code
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-clean:  ## Remove the virtual environment and what the quickstart made
+clean:  ## Remove the virtual environment and the quickstart's output
 	rm -rf $(VENV) quickstart
 
 $(INSTALLED): requirements.txt requirements-dev.txt pyproject.toml
