@@ -38,7 +38,8 @@ from megatron_dmtd.training.health.watchdog import Watchdog, watched
 from megatron_dmtd.training.log import METRICS_FILE, RunLog, read_metrics
 from megatron_dmtd.training.metrics import PhaseLoss
 from megatron_dmtd.training.progress import Progress
-from megatron_dmtd.training.setup import Run, build_run
+from megatron_dmtd.training.setup import build_run
+from megatron_dmtd.training.state import RunState
 from megatron_dmtd.training.step import StepResult, advance, evaluate, train_step
 
 
@@ -69,7 +70,7 @@ def _training_rows(config: Config) -> PackedDataset | BlendedDataset:
     return BlendedDataset(corpora, data.train_weights, seed=data.shuffle_seed)
 
 
-def _iterator(run: Run, dataset: RowSource, *, first_row: int, end_row: int | None = None) -> Iterator[Batch]:
+def _iterator(run: RunState, dataset: RowSource, *, first_row: int, end_row: int | None = None) -> Iterator[Batch]:
     """Microbatches of training, or, up to `end_row`, of an evaluation: batches that grow only grow in training."""
     training = run.config.training
     rows = batches(
@@ -120,7 +121,7 @@ def check(config: Config, *, world_size: int) -> None:
         check_weights(config, paths.find_step_directory(config.checkpoint.init_from))
 
 
-def prepare(config: Config, platform: Platform) -> Run:
+def prepare(config: Config, platform: Platform) -> RunState:
     """A run ready for its next step: built, and restored from its newest checkpoint or from `init_from`."""
     watchdog = Watchdog(limit_s=0, rank=0, world_size=1)
     _join(config, platform, watchdog)
@@ -154,7 +155,7 @@ def _own_folders(config: Config, watchdog: Watchdog) -> Iterator[None]:
         yield
 
 
-def _build(config: Config, platform: Platform, watchdog: Watchdog) -> tuple[Run, Progress]:
+def _build(config: Config, platform: Platform, watchdog: Watchdog) -> tuple[RunState, Progress]:
     _beat_before_training(config, watchdog, "building the model")
     run = build_run(config, platform)
     progress = Progress.new(cycle_length=config.cycle.cycle_length, device=platform.device)
@@ -166,7 +167,7 @@ def _build(config: Config, platform: Platform, watchdog: Watchdog) -> tuple[Run,
     return run, progress
 
 
-def _evaluate(run: Run, dataset: PackedDataset, before_batch: Callable[[], None] = lambda: None) -> PhaseLoss:
+def _evaluate(run: RunState, dataset: PackedDataset, before_batch: Callable[[], None] = lambda: None) -> PhaseLoss:
     """Loss on the first `eval_batches` global batches of the held-out corpus, or on all of it; no row counts twice."""
     whole = math.ceil(dataset.rows_per_epoch / run.config.training.global_batch_size)
     num_batches = min(run.config.training.eval_batches or whole, whole)
@@ -186,7 +187,7 @@ class Trainer:
     """One rank of a run at work. Every rank calls the same methods at the same time."""
 
     def __init__(
-        self, run: Run, progress: Progress, log: RunLog, pace: Pace, *, signals: StopSignals, watchdog: Watchdog
+        self, run: RunState, progress: Progress, log: RunLog, pace: Pace, *, signals: StopSignals, watchdog: Watchdog
     ) -> None:
         self.run, self.progress, self.log = run, progress, log
         self.signals, self.watchdog = signals, watchdog
@@ -381,7 +382,7 @@ def _open_log(config: Config, *, resumed_step: int) -> RunLog:
     return log
 
 
-def _pace(run: Run, log: RunLog) -> Pace:
+def _pace(run: RunState, log: RunLog) -> Pace:
     peak = peak_tflops(run.config, run.platform)
     if peak > 0:
         how = "measured now" if run.config.logging.measure_peak else "as logging.peak_tflops says"

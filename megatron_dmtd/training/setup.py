@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,58 +12,14 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 
 from megatron_dmtd.attention import select_backend
-from megatron_dmtd.config import Config, batch_size
+from megatron_dmtd.config import Config
 from megatron_dmtd.models.gradients import finalize_gradients
 from megatron_dmtd.models.initialization import initialize_weights
 from megatron_dmtd.models.model import CycleModel
 from megatron_dmtd.models.transformer_config import DTYPES, transformer_config
-from megatron_dmtd.parallel.placement import Placement, place
+from megatron_dmtd.parallel.placement import place
 from megatron_dmtd.platform import Platform
-
-
-@dataclass(kw_only=True, slots=True)
-class Run:
-    """The parts of one rank of a run, and how far it has come."""
-
-    config: Config
-    platform: Platform
-    placement: Placement
-    models: list[CycleModel]
-    """This rank's stages, unwrapped: one, or several with virtual stages."""
-    wrapped: list[DistributedDataParallel]
-    """The same, as the schedules call them."""
-    optimizer: Any
-    scheduler: OptimizerParamScheduler
-    step: int = 0
-    """Finished optimizer steps."""
-    rows: int = 0
-    """Rows of training data consumed, over all ranks."""
-
-    @property
-    def model(self) -> CycleModel:
-        """The only stage of a rank without virtual stages."""
-        assert len(self.models) == 1, f"{len(self.models)} stages on one rank"
-        return self.models[0]
-
-    @property
-    def batch_size(self) -> int:
-        """Rows of the next step, over all ranks."""
-        return batch_size(self.config.training, self.rows)
-
-    def num_microbatches(self, num_rows: int) -> int:
-        """Forward passes per rank for a global batch of so many rows."""
-        rows = self.config.training.micro_batch_size * parallel_state.get_data_parallel_world_size()
-        assert num_rows % rows == 0, (num_rows, rows)
-        return num_rows // rows
-
-    def sharded_model_state(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Megatron's sharded state of all stages. The keys only tell stages apart; tensors are stored under global names."""
-        return {f"model{index}": model.sharded_state_dict(metadata=dict(metadata)) for index, model in enumerate(self.models)}
-
-    def load_model_state(self, state: dict[str, Any]) -> None:
-        """Take the weights out of a loaded `sharded_model_state`."""
-        for index, model in enumerate(self.models):
-            model.load_state_dict(state[f"model{index}"])
+from megatron_dmtd.training.state import RunState
 
 
 def build_models(config: Config, platform: Platform) -> list[CycleModel]:
@@ -159,7 +114,7 @@ def _connect_schedules(megatron_config: Any, wrapped: list[DistributedDataParall
         megatron_config.no_sync_func = waits if len(waits) > 1 else waits[0]
 
 
-def build_run(config: Config, platform: Platform) -> Run:
+def build_run(config: Config, platform: Platform) -> RunState:
     """Model, optimizer and scheduler of this rank. Call `init_parallel` first."""
     if config.training.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=platform.is_cuda)
@@ -170,7 +125,7 @@ def build_run(config: Config, platform: Platform) -> Run:
             chunk.broadcast_params()
     optimizer = _build_optimizer(config, wrapped)
     _connect_schedules(models[0].config, wrapped, optimizer)
-    return Run(
+    return RunState(
         config=config,
         platform=platform,
         placement=models[0].placement,

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_dmtd.data.batch import Batch
 from megatron_dmtd.training.metrics import PhaseLoss
-from megatron_dmtd.training.setup import Run
+from megatron_dmtd.training.state import RunState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,7 @@ class StepResult:
     """Whether the weights were updated. False where loss or gradient is not finite: then nothing at all has changed."""
 
 
-def _forward_step(run: Run, iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+def _forward_step(run: RunState, iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
     batch = next(iterator).to(run.platform.device)
     output = model(batch.tokens_BN, batch.positions_BN, batch.labels_BN, document_lengths=batch.document_lengths)
     return output, functools.partial(_loss, batch, run.config.cycle.cycle_length)
@@ -56,7 +56,7 @@ def _loss(batch: Batch, cycle_length: int, loss_BN: torch.Tensor) -> tuple[torch
     return (loss_BN * batch.loss_mask_BN).sum(), batch.loss_mask_BN.sum().to(torch.int), phases
 
 
-def _all_ranks_sum(run: Run, parts: list[PhaseLoss]) -> PhaseLoss:
+def _all_ranks_sum(run: RunState, parts: list[PhaseLoss]) -> PhaseLoss:
     """Sum the last stage's parts over data-parallel ranks and hand the sum to every stage."""
     total = PhaseLoss(run.config.cycle.cycle_length, device=run.platform.device)
     for part in parts:
@@ -72,7 +72,7 @@ def _all_ranks_sum(run: Run, parts: list[PhaseLoss]) -> PhaseLoss:
     return total
 
 
-def _run_schedule(run: Run, iterator: Iterator[Batch], *, num_rows: int, forward_only: bool) -> list[PhaseLoss]:
+def _run_schedule(run: RunState, iterator: Iterator[Batch], *, num_rows: int, forward_only: bool) -> list[PhaseLoss]:
     """The sums of each microbatch of a global batch of `num_rows` rows."""
     num_microbatches = run.num_microbatches(num_rows)
     parts: list[PhaseLoss] = get_forward_backward_func()(
@@ -97,7 +97,7 @@ def _update(optimizer: Any, *, grad_norm: float) -> None:
     optimizer.step_with_ready_grads()
 
 
-def train_step(run: Run, iterator: Iterator[Batch]) -> StepResult:
+def train_step(run: RunState, iterator: Iterator[Batch]) -> StepResult:
     """Forward, backward, and one update; advances `run`. A step whose loss or gradient is not finite changes nothing."""
     for chunk in run.wrapped:
         chunk.zero_grad_buffer()
@@ -115,7 +115,7 @@ def train_step(run: Run, iterator: Iterator[Batch]) -> StepResult:
     return StepResult(loss=loss, local_losses=tuple(parts), grad_norm=grad_norm, lr=lr, num_rows=num_rows, is_applied=is_finite)
 
 
-def advance(run: Run) -> None:
+def advance(run: RunState) -> None:
     """Count a step as done: schedule, step and rows. For a bad step that is skipped, the caller's way past it."""
     run.scheduler.step(increment=1)
     run.step += 1
@@ -124,7 +124,7 @@ def advance(run: Run) -> None:
 
 @torch.no_grad()
 def evaluate(
-    run: Run, iterator: Iterator[Batch], *, num_batches: int, before_batch: Callable[[], None] = lambda: None
+    run: RunState, iterator: Iterator[Batch], *, num_batches: int, before_batch: Callable[[], None] = lambda: None
 ) -> PhaseLoss:
     """Loss over `num_batches` global batches, in evaluation mode; the model is left in training mode.
 

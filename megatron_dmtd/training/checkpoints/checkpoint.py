@@ -20,10 +20,10 @@ from megatron_dmtd.training.checkpoints.saving import Saver
 from megatron_dmtd.training.checkpoints.sharded_state import model_state, restore, whole_state
 from megatron_dmtd.training.health.consensus import gathered
 from megatron_dmtd.training.progress import Progress
-from megatron_dmtd.training.setup import Run
+from megatron_dmtd.training.state import RunState
 
 
-def save_checkpoint(run: Run, directory: str | Path, progress: Progress | None = None) -> Path:
+def save_checkpoint(run: RunState, directory: str | Path, progress: Progress | None = None) -> Path:
     """Save everything that the run needs to go on, and wait until it is complete. Returns the checkpoint's directory.
 
     All ranks must call. Raises `SaveError` on all of them if any could not write.
@@ -55,7 +55,7 @@ def _layout(config: Config) -> tuple[int, int]:
     return config.parallel.tensor, config.parallel.pipeline
 
 
-def load_checkpoint(run: Run, step_directory: Path) -> Progress:
+def load_checkpoint(run: RunState, step_directory: Path) -> Progress:
     """Restore the whole run, in any layout; all ranks must call.
 
     Raises `CheckpointError` on every rank if a file is missing or damaged, or if the checkpoint is of another model.
@@ -74,7 +74,7 @@ def _saved_ranks(step_directory: Path) -> int:
     return sum(key.startswith("random_state/") for key in metadata.state_dict_metadata)
 
 
-def load_weights(run: Run, path: str | Path) -> None:
+def load_weights(run: RunState, path: str | Path) -> None:
     """Start a new run from the model weights of a checkpoint, and nothing else.
 
     Raises `CheckpointError` as `load_checkpoint` does. A checkpoint that holds weights alone (an import) may come without

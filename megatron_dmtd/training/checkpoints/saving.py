@@ -41,7 +41,7 @@ from megatron_dmtd.training.checkpoints.checksums import sha256_of, write_checks
 from megatron_dmtd.training.checkpoints.sharded_state import METADATA, whole_state
 from megatron_dmtd.training.health.consensus import any_rank, gathered_on_first, told_by_first
 from megatron_dmtd.training.progress import Progress
-from megatron_dmtd.training.setup import Run
+from megatron_dmtd.training.state import RunState
 
 COMMON_FILE = "common.pt"
 _POLL_S = 0.02
@@ -143,7 +143,7 @@ class _Running:
 class Saver:
     """Writes one run's checkpoints. All ranks call every method together, except `is_writing`."""
 
-    def __init__(self, run: Run, directory: str | Path, *, on_progress: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, run: RunState, directory: str | Path, *, on_progress: Callable[[], None] = lambda: None) -> None:
         """`on_progress` is called while `finish` waits, whenever files have grown: a slow disk is not a dead one."""
         self._run = run
         self._on_progress = on_progress

@@ -9,7 +9,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_dmtd.training.progress import Progress
-from megatron_dmtd.training.setup import Run
+from megatron_dmtd.training.state import RunState
 
 #: how optimizer state is laid out on disk: the form that every other layout can load
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -38,12 +38,12 @@ def _give_moments(optimizer: Any) -> None:
             part.init_state_fn(part.optimizer, part.config)
 
 
-def model_state(run: Run) -> dict[str, Any]:
+def model_state(run: RunState) -> dict[str, Any]:
     """The weights alone."""
     return run.sharded_model_state(METADATA)
 
 
-def whole_state(run: Run, progress: Progress, *, is_loading: bool, with_random_state: bool) -> dict[str, Any]:
+def whole_state(run: RunState, progress: Progress, *, is_loading: bool, with_random_state: bool) -> dict[str, Any]:
     """Everything that a run needs to go on. Collective: Megatron gathers optimizer state over data-parallel ranks."""
     _give_moments(run.optimizer)
     model = model_state(run)
@@ -58,7 +58,7 @@ def whole_state(run: Run, progress: Progress, *, is_loading: bool, with_random_s
     return state
 
 
-def restore(run: Run, state: dict[str, Any]) -> Progress:
+def restore(run: RunState, state: dict[str, Any]) -> Progress:
     """Put a loaded state into the run. Without an entry for the random state, that stays as it is."""
     run.load_model_state(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])

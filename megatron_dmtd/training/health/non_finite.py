@@ -21,7 +21,7 @@ from megatron_dmtd.config import to_dict
 from megatron_dmtd.errors import DMTDError
 from megatron_dmtd.training.checkpoints import paths
 from megatron_dmtd.training.health.consensus import gathered_on_first, told_by_first
-from megatron_dmtd.training.setup import Run
+from megatron_dmtd.training.state import RunState
 from megatron_dmtd.training.step import StepResult
 
 _NAMED_PARAMETERS = 20
@@ -33,7 +33,7 @@ class BadNumbers(DMTDError):
     """Training that cannot go on: a loss or gradient is not finite, and no more steps may be skipped."""
 
 
-def rows_of_microbatch(run: Run, microbatch: int) -> list[int]:
+def rows_of_microbatch(run: RunState, microbatch: int) -> list[int]:
     """Rows of a microbatch of the step that comes next on this rank, by the rule of `data/loader.py`."""
     micro_batch_size = run.config.training.micro_batch_size
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
@@ -41,7 +41,7 @@ def rows_of_microbatch(run: Run, microbatch: int) -> list[int]:
     return list(range(begin, begin + micro_batch_size))
 
 
-def _bad_gradients(run: Run) -> list[str]:
+def _bad_gradients(run: RunState) -> list[str]:
     """Names of parameters whose gradient, as this rank holds it, is not finite; the first few."""
     parameters = [pair for model in run.models for pair in model.named_parameters()]
     named = ((name, getattr(parameter, "main_grad", None)) for name, parameter in parameters)
@@ -49,7 +49,7 @@ def _bad_gradients(run: Run) -> list[str]:
     return bad[:_NAMED_PARAMETERS]
 
 
-def _account_of_rank(run: Run, result: StepResult) -> dict[str, Any]:
+def _account_of_rank(run: RunState, result: StepResult) -> dict[str, Any]:
     return {
         "rank": torch.distributed.get_rank(),
         "host": socket.gethostname(),
@@ -63,7 +63,7 @@ def _account_of_rank(run: Run, result: StepResult) -> dict[str, Any]:
     }
 
 
-def write_account(run: Run, result: StepResult, *, loss: float) -> Path | None:
+def write_account(run: RunState, result: StepResult, *, loss: float) -> Path | None:
     """Write `bad_step_<step>.json` beside the checkpoints, else beside the log. Collective.
 
     None where the run keeps neither, and where the disk does not take it: then it is on standard error.
@@ -102,7 +102,7 @@ def is_bad(result: StepResult, loss: float) -> bool:
     return not (math.isfinite(loss) and math.isfinite(result.grad_norm))
 
 
-def stop(run: Run, result: StepResult, *, loss: float, account: Path | None, saved: Path | None) -> BadNumbers:
+def stop(run: RunState, result: StepResult, *, loss: float, account: Path | None, saved: Path | None) -> BadNumbers:
     """The error that ends the run."""
     first, last = run.rows, run.rows + run.batch_size - 1
     allowed = run.config.training.max_bad_steps

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,9 +15,7 @@ from megatron_dmtd.config import Config
 from megatron_dmtd.models.transformer_config import DTYPES
 from megatron_dmtd.platform import Platform
 from megatron_dmtd.training.flops import mfu, training_flops_per_token
-
-if TYPE_CHECKING:
-    from megatron_dmtd.training.setup import Run
+from megatron_dmtd.training.state import RunState
 
 #: width of the square matrices whose product is timed, and how often; the best time counts
 _WIDTH = {"cpu": 1024, "cuda": 8192}
@@ -53,7 +50,7 @@ def peak_tflops(config: Config, platform: Platform) -> float:
 class Pace:
     """Throughput since the last `restart`."""
 
-    def __init__(self, run: Run, *, peak_tflops: float) -> None:
+    def __init__(self, run: RunState, *, peak_tflops: float) -> None:
         """`peak_tflops` as the function of this name gives it."""
         config = run.config
         self._run, self._peak_tflops = run, peak_tflops
