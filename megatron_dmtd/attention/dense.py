@@ -1,8 +1,8 @@
-"""The dense backend: exact attention on torch's CPU kernels, document by document, in memory that grows with the row's length.
+"""The dense backend: exact attention with torch's CPU kernels, document by document, in memory linear in the row's length.
 
-Each document is its own attention, so nothing is computed across documents. Short documents that follow each other are taken
-together under one small mask; a longer one runs without any mask over its length: plain causal attention where that is meant, and
-`merged` for the shadow stream.
+Each document is attended to separately, so nothing is computed across documents. Consecutive short documents are grouped under
+one small mask; a longer document needs no mask over its length: plain causal attention where the rule is causal, and `merged` for
+the shadow stream.
 
 Shape legend: B rows, N slots per row, H query heads, G key-value heads, D head width.
 """
@@ -20,7 +20,7 @@ from megatron_dmtd.attention.masked import MaskedAttention
 from megatron_dmtd.attention.merged import merged_shadow_attention
 from megatron_dmtd.attention.protocol import AttentionBackend, StreamLayout
 
-#: slots of short documents that are attended to under one mask
+#: most slots of short documents to group under one mask
 TOGETHER = 128
 
 
@@ -33,7 +33,7 @@ class Segment:
 
 
 def segments(document_lengths: tuple[int, ...], *, most: int = TOGETHER) -> list[Segment]:
-    """Cut a row between documents, so that each segment is one document or has at most `most` slots."""
+    """Divide a row between documents, so that each segment is one document or has at most `most` slots."""
     groups: list[list[int]] = []
     for length in document_lengths:
         if groups and sum(groups[-1]) + length <= most:
@@ -97,7 +97,7 @@ class DenseAttention:
         real_k_BGND: torch.Tensor | None,
         real_v_BGND: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Shadow queries: by the rule of the variant. Causal Norefresh is plain causal attention over the shadow stream."""
+        """Shadow queries, by the variant's rule. Causal Norefresh is plain causal attention over the shadow stream."""
         if self.layout.history == "shadow":
             assert real_k_BGND is None and real_v_BGND is None, "Norefresh has no real stream in the parallel layers"
             return self._by_segment(lambda backend, *streams: backend.shadow(*streams, None, None), q_BHND, k_BGND, v_BGND)
@@ -108,7 +108,7 @@ class DenseAttention:
 
     @cached_property
     def _parts(self) -> list[tuple[slice, list[tuple[slice, AttentionBackend]]]]:
-        """Rows that are alike, each with its segments and what serves them; masks are made once, for all layers."""
+        """Groups of rows with equal layouts, each with its segments and their backends; masks are made once, for all layers."""
         layout = self.layout
         if layout.rows_are_alike:
             groups = [(slice(None), layout.document_lengths[0])]

@@ -1,8 +1,8 @@
-"""The flex backend: FlexAttention with a block mask from the visibility rule. The training backend of GPUs.
+"""The flex backend: FlexAttention (arXiv 2412.05496) with a block mask from the visibility rule. The training backend on GPUs.
 
-The kernel skips blocks in which nothing is visible, so its work and memory follow what is seen; nothing of size N x N is made.
-The block masks of a layout are made once, on the device, and serve all layers of the microbatch. On a CPU the forward pass
-runs, and its masks are tested there; torch has no backward pass of it on a CPU.
+The kernel skips blocks in which nothing is visible, so its work and memory are proportional to the visible blocks; nothing of
+size N x N is materialised. The block masks of a layout are made once, on the device, and serve all layers of the microbatch. The
+forward pass also runs on CPUs, where the masks are tested; torch has no CPU backward pass for FlexAttention.
 
 Shape legend: B rows, N slots per row, H query heads, G key-value heads, D head width, K keys (N or 2N).
 """
@@ -19,14 +19,14 @@ from megatron_dmtd.attention.joined import JoinedKeysAttention
 from megatron_dmtd.attention.protocol import StreamLayout
 from megatron_dmtd.cycle.mask import MaskMod, causal_document_mask_mod, mask_mod, shadow_attention_slots
 
-#: Compilations per function and process. Each kind of layer has its own strides, with gradients and without: eight of a Refresh
-#: model, which is torch's own limit.
+#: Compilations per function and process. Each kind of layer has its own strides, with and without gradients, so a Refresh model
+#: needs eight, and eight is torch's default limit.
 _MOST_COMPILATIONS = 64
 
 
 @cache
 def _compiled(function: Any) -> Any:
-    """Compiled once per process. Never uncompiled, as torch would go on beyond its limit: that evaluates every pair of slots."""
+    """Compiled once per process. Never run eagerly, as torch would beyond its limit: that evaluates every pair of slots."""
     # torch's own overloads lack recompile_limit
     return torch.compile(function, dynamic=False, fullgraph=True, recompile_limit=_MOST_COMPILATIONS)  # type: ignore[call-overload]
 
@@ -35,7 +35,7 @@ class FlexAttention(JoinedKeysAttention):
     """See `protocol.AttentionBackend`."""
 
     def __init__(self, layout: StreamLayout, *, compiled: bool = True) -> None:
-        """`compiled` false runs the reference implementations, slow and quadratic: for tests on a CPU."""
+        """With `compiled` false, the slow, quadratic reference implementation runs: for tests on CPUs."""
         super().__init__(layout)
         self._create_block_mask = _compiled(create_block_mask) if compiled else create_block_mask
         self._flex_attention = _compiled(flex_attention) if compiled else flex_attention
@@ -58,7 +58,7 @@ class FlexAttention(JoinedKeysAttention):
         return self._block_mask(rule, num_queries=queries.position.shape[1], num_keys=keys.position.shape[1])
 
     def attend(self, q_BHND: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, mask: BlockMask) -> torch.Tensor:
-        """FlexAttention over the blocks in which something is seen."""
+        """FlexAttention over the blocks in which something is visible."""
         return self._flex_attention(q_BHND, k_BGKD, v_BGKD, block_mask=mask, enable_gqa=True)
 
     def _block_mask(self, visible_at: MaskMod, *, num_queries: int, num_keys: int) -> BlockMask:

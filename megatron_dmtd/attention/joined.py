@@ -1,4 +1,4 @@
-"""What masked, flex and te share: real and shadow keys joined along the sequence, and one kernel that takes a mask.
+"""What masked, flex and te share: real and shadow keys concatenated along the sequence, and one kernel that takes a mask.
 
 Shape legend: B rows, N slots per row, H query heads, G key-value heads, D head width, K keys (N, or 2N for Refresh shadows).
 """
@@ -14,7 +14,7 @@ from megatron_dmtd.attention.protocol import StreamLayout
 
 
 class JoinedKeysAttention(ABC):
-    """See `protocol.AttentionBackend`. A subclass gives the two masks and the kernel."""
+    """See `protocol.AttentionBackend`. A subclass supplies the two masks and the kernel."""
 
     def __init__(self, layout: StreamLayout) -> None:
         self.layout = layout

@@ -1,6 +1,6 @@
 """The masked backend: one scaled-dot-product attention with a boolean mask from the visibility rule.
 
-Slow and obvious: it runs on every device, is the oracle of the other backends, and needs B x N x N (Refresh: B x N x 2N) bytes.
+Slow and simple: it runs on every device, is the oracle for the other backends, and needs B x N x N (Refresh: B x N x 2N) bytes.
 
 Shape legend: B rows, N slots per row, H query heads, G key-value heads, D head width, K keys (N or 2N).
 """
@@ -18,7 +18,7 @@ from megatron_dmtd.cycle.mask import dense_mask, shadow_attention_slots, stream_
 
 
 class MaskedAttention(JoinedKeysAttention):
-    """See `protocol.AttentionBackend`. Masks are boolean [B, 1, N, K], true where a key is seen."""
+    """See `protocol.AttentionBackend`. Masks are boolean [B, 1, N, K], true where a key is visible."""
 
     @cached_property
     def real_mask(self) -> torch.Tensor:

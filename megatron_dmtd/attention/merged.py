@@ -1,16 +1,16 @@
 """Attention of one document's shadow stream, without a mask over the whole document.
 
-Bidirectional Norefresh sees its stream by whole cycles, its own the last of them. Refresh sees one real cycle less: the same
-attention, of all queries but the first cycle's to all real keys but the last cycle's. What Refresh sees beside that, its own
-cycle of the shadow stream, is a small attention of its own.
+In bidirectional Norefresh a query sees the whole cycles of its stream up to and including its own. In Refresh it sees the real
+stream up to the cycle before its own, which is the same attention between all queries except the first cycle's and all real keys
+except the last cycle's. In addition it sees its own cycle of the shadow stream, which is a separate, small attention.
 
-The history goes in chunks of queries: all keys before the chunk, with no mask, and those inside it by a small mask that is the
-same for every chunk, because chunks begin with a cycle. The own cycles of a whole document are one call. Partial results are
-merged by their log-sum-exp (Milakov and Gimelshein 2018; Dao et al. 2022). The backward kernel needs only the merged output and
-log-sum-exp to give each part its exact gradient, so it is called once per part. Memory grows with the document's length, not
-with its square.
+The history is processed in chunks of queries: all keys before the chunk without a mask, and the keys inside it under a small mask
+that is the same for every chunk, because chunks begin at cycle boundaries. The own cycles of a whole document take one call.
+Partial results are merged by their log-sum-exp (arXiv 1805.02867, arXiv 2205.14135). The backward kernel needs only the merged
+output and log-sum-exp to compute each part's exact gradient, so it is called once per part. Memory grows linearly with the length
+of the document.
 
-CPU only: it calls the kernels under torch's scaled-dot-product attention there, which return the log-sum-exp.
+CPU only: it calls the CPU kernels beneath torch's scaled-dot-product attention, which return the log-sum-exp.
 
 Shape legend: B rows, G key-value heads, R query heads per key-value head, N slots, D head width, L slots of one chunk or window,
 W windows.
@@ -26,10 +26,11 @@ import torch
 from megatron_dmtd.cycle import complete_length
 from megatron_dmtd.cycle.mask import dense_mask, shadow_attention_slots
 
-#: slots per chunk of the history, before rounding to whole cycles: the fastest of 64 to 512 at 4,096 slots on two cores, where
-#: three query heads per key head make it the first size that torch's kernel takes by 256 queries; none is faster at 1,024
+#: slots per chunk of the history, before rounding to whole cycles: the fastest of 64 to 512 at 4,096 slots on two cores (with
+#: three query heads per key head it is the smallest for which torch's kernel works on 256 queries at a time); none is faster at
+#: 1,024
 CHUNK = 256
-#: slots whose own cycles are attended to together, before rounding
+#: slots whose own cycles are computed in one attention window, before rounding
 WINDOW = 32
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -40,7 +41,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 def _mask(
     length: int, repeats: int, dtype: torch.dtype, *, cycle_length: int, block_attention: str, own: bool = False
 ) -> torch.Tensor:
-    """Additive mask [R L, L] of `length` slots from a cycle head: by the rule of Norefresh or inside cycles alone (`own`)."""
+    """Additive mask [R L, L] of `length` slots from a cycle head: by the rule of Norefresh, or within cycles only (`own`)."""
     position_L = torch.arange(length)
     document_L = position_L // cycle_length if own else torch.zeros_like(position_L)
     queries, keys = shadow_attention_slots(document_L, position_L, history="shadow")
@@ -51,7 +52,7 @@ def _mask(
 def _merged(
     out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two attentions of the same queries to different keys, as one; both outputs are overwritten."""
+    """Two attentions of the same queries to different keys, merged into one; both outputs are overwritten."""
     total = torch.logaddexp(lse, other_lse)
     for part, part_lse in ((out, lse), (other_out, other_lse)):
         part *= (part_lse - total).exp_()[..., None].to(part.dtype)
@@ -115,7 +116,7 @@ class _History:
 
 
 def _folded(x_BGRN: torch.Tensor, chunk: slice) -> torch.Tensor:
-    """A chunk with its query heads folded into the slots, so that each key head is read once: [B, G, R L, ...]."""
+    """A chunk with its query heads folded into the slots, so that each key head is read only once: [B, G, R L, ...]."""
     return x_BGRN[:, :, :, chunk].flatten(2, 3).contiguous()
 
 
@@ -158,7 +159,7 @@ class _OwnCycles:
         return parts[0] if len(parts) == 1 else [torch.cat(part, dim=-2) for part in zip(*parts, strict=True)]
 
     def _stretches(self, q: torch.Tensor) -> list[tuple[slice, int]]:
-        """Slots in windows of one length, and what is left as one shorter window."""
+        """Slots in windows of equal length, and the remainder as one shorter window."""
         slots = q.shape[3]
         whole = slots - slots % self.window
         stretches = [(slice(0, whole), self.window), (slice(whole, slots), slots - whole)]
@@ -196,7 +197,7 @@ class _HistoryAttention(torch.autograd.Function):
 
 
 class _RefreshAttention(torch.autograd.Function):
-    """Refresh: a shadow stream over its own cycles and the real stream's earlier ones, a cycle behind."""
+    """Refresh: the shadow stream attends to its own cycles, and to the real stream up to the cycle before."""
 
     @staticmethod
     def forward(ctx: Any, q_BGRND: Any, real_k_BGND: Any, real_v_BGND: Any, k_BGND: Any, v_BGND: Any, parts: Any) -> Any:
@@ -245,7 +246,7 @@ def merged_shadow_attention(
 ) -> torch.Tensor:
     """Shadow attention of one document of N slots, from its position 0; [B, H, N, D]. See `protocol.AttentionBackend.shadow`.
 
-    All but causal Norefresh, which is plain causal attention.
+    For all variants except causal Norefresh, which is plain causal attention.
     """
     q_BGRND = q_BHND.unflatten(1, (k_BGND.shape[1], -1))
     whole_cycles = _History(cycle_length)

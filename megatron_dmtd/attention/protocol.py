@@ -1,7 +1,8 @@
-"""What an attention backend is: two calls over the streams of one microbatch.
+"""The interface of an attention backend: two calls over the streams of one microbatch.
 
-A layer of the model holds one stream of B rows (sequential layers, vanilla models, Norefresh shadows) or two (Refresh: real and
-shadow). A backend never sees weights, and knows nothing of Megatron. Its masks follow from `cycle.visible` and nothing else.
+A layer of the model carries one stream of B rows (sequential layers, vanilla models, the shadow stream of Norefresh) or two
+(Refresh: real and shadow). A backend never sees weights and does not depend on Megatron. Its masks follow from `cycle.visible`
+alone.
 
 Shape legend: B rows, N slots per row, H query heads, G key-value heads, D head width.
 """
@@ -16,7 +17,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamLayout:
-    """Where each slot of a microbatch stands; the same for every stream and layer."""
+    """Position and document of every slot of a microbatch; the same for every stream and layer."""
 
     positions_BN: torch.Tensor
     """Position of each slot in its document, int64. Every document starts at 0."""

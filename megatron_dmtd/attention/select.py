@@ -1,4 +1,4 @@
-"""The choice of a backend, and its refusal by name where it cannot run."""
+"""Selection of a backend; one that cannot run is refused by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _refuse(name: str, device: torch.device, *, required: str, remedy: str) -> C
     return CapabilityError(found=f"parallel.attention_backend = {name} on {device.type}", required=required, remedy=remedy)
 
 
-#: narrowest heads that torch's Triton kernels of FlexAttention take (torch 2.13, `_inductor/kernel/flex/flex_attention.py`)
+#: narrowest heads that torch's Triton kernels for FlexAttention accept (torch 2.13, `_inductor/kernel/flex/flex_attention.py`)
 FLEX_MIN_WIDTH = 16
 
 

@@ -1,8 +1,8 @@
 """The te backend: Transformer Engine's attention with an arbitrary mask. The only module that imports Transformer Engine.
 
-TE serves an arbitrary mask by its unfused kernel, which makes the whole score matrix: B x H x N x 2N numbers per layer. It says
-so, and refuses rows that cannot fit; `flex` has no such limit. Not run where this project is tested (no CUDA): see
-docs/verification.md.
+TE handles an arbitrary mask with its unfused kernel, which materialises the whole score matrix: B x H x N x 2N numbers per layer.
+This backend says so and refuses rows that cannot fit; `flex` has no such limit. It has not run where this project is tested (no
+CUDA): see docs/verification.md.
 
 Shape legend: B rows, N slots per row, H query heads, G key-value heads, D head width, K keys (N or 2N).
 """
@@ -19,7 +19,7 @@ from megatron_dmtd.errors import CapabilityError
 
 
 def require_transformer_engine() -> None:
-    """Raise `CapabilityError` where Transformer Engine cannot serve: it needs its package and a CUDA device."""
+    """Raise `CapabilityError` if Transformer Engine cannot run: it needs its package and a CUDA device."""
     missing = []
     if importlib.util.find_spec("transformer_engine") is None:
         missing.append("no package transformer_engine")
@@ -39,7 +39,7 @@ def score_bytes(*, rows: int, heads: int, slots: int, keys: int, bytes_per_score
 
 
 def free_bytes(device: torch.device) -> int:
-    """What the driver has left, and what torch's allocator holds and nobody uses: after a first step, nearly all."""
+    """What the driver reports as free plus what torch's allocator caches unused: after a first step, nearly everything."""
     driver, _ = torch.cuda.mem_get_info(device)
     return driver + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 

@@ -1,6 +1,6 @@
-"""Where slots stand: positions, documents and streams of a row of packed documents, from the documents' lengths.
+"""Positions, documents and streams of the slots of a packed row, from the lengths of its documents.
 
-NumPy only, so that data and planning can use it without torch. Who sees whom is `rule.visible`; nothing here decides it.
+NumPy only, so that data and planning can use it without torch. Visibility is decided by `rule.visible`, not here.
 
 Shape legend: N slots of a row.
 """
@@ -17,7 +17,7 @@ from megatron_dmtd.errors import DataError
 
 
 class Slots(NamedTuple):
-    """Slots of the parallel layers, as three arrays of one shape (NumPy, or torch tensors in `mask.py`)."""
+    """Slots of the parallel layers, as three arrays of equal shape (NumPy, or torch tensors in `mask.py`)."""
 
     is_real: Any
     """True in the real stream, False in the shadow stream; bool."""
@@ -54,15 +54,15 @@ def join(first: Slots, second: Slots) -> Slots:
 
 
 def padded_document_lengths(lengths: Sequence[int], cycle_length: int) -> tuple[int, ...]:
-    """Each length rounded up to whole cycles: what a document takes in a row.
+    """Each length rounded up to whole cycles: the slots that a document takes in a row.
 
-    Decoding always computes whole blocks; in the bidirectional variants a training block cut short gives other numbers.
+    Decoding always computes whole blocks; in the bidirectional variants a truncated training block would give other numbers.
     """
     return tuple(complete_length(length, cycle_length) for length in lengths)
 
 
 def require_whole_cycles(document_lengths: Sequence[int], cycle_length: int, *, row_length: int | None = None) -> None:
-    """Accept a row of whole cycles (whose slots add up to `row_length`, if given), or raise `DataError`."""
+    """Accept a row of whole cycles (with `row_length` slots in total, if given), or raise `DataError`."""
     for index, length in enumerate(document_lengths):
         if length <= 0 or complete_length(length, cycle_length) != length:
             raise DataError(

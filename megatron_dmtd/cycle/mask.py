@@ -1,6 +1,6 @@
-"""Visibility as attention kernels take it: a dense boolean mask, or a FlexAttention `mask_mod`.
+"""Visibility in the form that attention kernels take: a dense boolean mask, or a FlexAttention `mask_mod`.
 
-Both are `rule.visible` applied to slots; neither restates it. Import this module by its own name: `megatron_dmtd.cycle` does not
+Both apply `rule.visible` to slots and add nothing to it. Import this module by its own name: `megatron_dmtd.cycle` does not
 import torch.
 
 Shape legend: B rows, N slots per row and stream, Q query slots, K key slots.
@@ -20,7 +20,7 @@ MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tor
 
 
 def stream_slots(document: torch.Tensor, position: torch.Tensor, *, is_real: bool) -> Slots:
-    """One stream's slots from its `document` and `position` tensors, of one shape, on their device."""
+    """The slots of one stream from its `document` and `position` tensors, which have equal shapes, on their device."""
     assert document.shape == position.shape, (document.shape, position.shape)
     return Slots(torch.full_like(position, is_real, dtype=torch.bool), document, position)
 
@@ -40,9 +40,9 @@ def shadow_attention_slots(document: torch.Tensor, position: torch.Tensor, *, hi
 
 
 def dense_mask(query_slots: Slots, key_slots: Slots, *, cycle_length: int, history: str, block_attention: str) -> torch.Tensor:
-    """Boolean mask `[..., Q, K]`, true where query may read key, from slots of shape `[..., Q]` and `[..., K]`.
+    """Boolean mask `[..., Q, K]`, true where a query may read a key, from slots of shape `[..., Q]` and `[..., K]`.
 
-    Quadratic in memory: for CPU, tests and short rows. The parts of the slots are tensors, or NumPy arrays.
+    Quadratic in memory: for CPUs, tests and short rows. The fields of the slots are tensors or NumPy arrays.
     """
     query_is_real, query_document, query_position = (torch.as_tensor(part)[..., :, None] for part in query_slots)
     key_is_real, key_document, key_position = (torch.as_tensor(part)[..., None, :] for part in key_slots)
@@ -62,8 +62,8 @@ def dense_mask(query_slots: Slots, key_slots: Slots, *, cycle_length: int, histo
 def mask_mod(query_slots_BQ: Slots, key_slots_BK: Slots, *, cycle_length: int, history: str, block_attention: str) -> MaskMod:
     """The same mask as a function of indices, for `torch.nn.attention.flex_attention.create_block_mask`.
 
-    The function captures the slots' tensors, so they must lie on the device of the attention, and row b of the slots is batch
-    index b: one row serves a block mask made with B=None.
+    The function captures the slots' tensors, so these must be on the device of the attention. Row b of the slots is batch index
+    b; a single row serves a block mask made with B=None.
     """
     assert query_slots_BQ.position.dim() == key_slots_BK.position.dim() == 2, "one row of slots per batch entry"
 
@@ -86,7 +86,7 @@ def mask_mod(query_slots_BQ: Slots, key_slots_BK: Slots, *, cycle_length: int, h
 def causal_document_mask_mod(document_BN: torch.Tensor) -> MaskMod:
     """Plain causal attention inside each document: the real branch, the sequential layers and vanilla models.
 
-    It compares slots, not positions: a document's slots are consecutive in its row.
+    It compares slot indices, not positions, since the slots of a document are consecutive in its row.
     """
     assert document_BN.dim() == 2, document_BN.shape
 

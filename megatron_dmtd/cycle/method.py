@@ -1,7 +1,7 @@
 """The method as one value: its variant, the length of its cycles, the id of MASK, and where it splits the layers.
 
-Everything that must know of cycles takes this value: configuration, schedule, attention, data, engine and the Hugging Face
-border. Nothing else asks which variant it is; the questions below are the answers that the variants differ in.
+Everything that depends on cycles takes this value: configuration, schedule, attention, data, engine and the conversion to and
+from Hugging Face. Nothing else asks which variant it is; the properties below are all that the variants differ in.
 
 Source: docs/method.md, sections 1 and 6 to 9.
 """
@@ -68,7 +68,7 @@ class Method:
     # Positions and cycles.
 
     def phase(self, position: int) -> int:
-        """The slot of `position` in its cycle."""
+        """The index of `position` within its cycle."""
         return phase(position, self.cycle_length)
 
     def cycle_id(self, position: int) -> int:

@@ -1,6 +1,6 @@
-"""Visibility as pictures, in text and as PNG: for documentation and for looking at a mask that surprises.
+"""Visibility as pictures, in text and as PNG: for the documentation, and for inspecting a surprising mask.
 
-Every picture is `rule.visible` asked slot by slot, so it cannot differ from what the attention kernels use.
+Every picture evaluates `rule.visible` slot by slot, so it cannot differ from what the attention kernels use.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MaskGrid(NamedTuple):
 
 
 def mask_grid(document_lengths: Sequence[int], *, variant: str, cycle_length: int) -> MaskGrid:
-    """All slots of a row of documents, each completed to whole cycles, against each other. Vanilla: real slots only."""
+    """All slots of a row of documents, each completed to whole cycles, against one another. Vanilla: real slots only."""
     lengths = padded_document_lengths(document_lengths, cycle_length)
     history, block_attention = VARIANTS.get(variant, ("real", "causal"))
     if variant == VANILLA:
@@ -61,8 +61,8 @@ def mask_grid(document_lengths: Sequence[int], *, variant: str, cycle_length: in
 def decoding_grid(cycle: int, *, variant: str, cycle_length: int) -> MaskGrid:
     """The forward pass of the parallel layers that begins `cycle` in decoding (docs/method.md, sections 7.3 and 8.2).
 
-    Rows are the slots it computes: the shadow block, after the real tokens of the cycle before it if the variant refreshes.
-    Columns are the cache and those slots. It is a piece of the training grid: that is why the two agree.
+    Rows are the slots that it computes: the shadow block, preceded by the real tokens of the previous cycle if the variant
+    refreshes. Columns are the cache and those slots. The grid is a part of the training grid, which is why the two agree.
     """
     assert variant in VARIANTS and cycle >= 0, (variant, cycle)
     full = mask_grid([(cycle + 1) * cycle_length], variant=variant, cycle_length=cycle_length)
@@ -74,14 +74,14 @@ def decoding_grid(cycle: int, *, variant: str, cycle_length: int) -> MaskGrid:
 
 
 def holds_token(slots: Slots, cycle_length: int) -> np.ndarray:
-    """Whether each slot's input is a real token: all of the real stream, the cycle heads of the shadow stream."""
+    """Whether each slot's input is a real token: true in the real stream, and at the cycle heads of the shadow stream."""
     return slots.is_real | is_cycle_head(slots.position, cycle_length)
 
 
 def history_picture(length: int, *, variant: str, cycle_length: int) -> str:
     """What the last shadow slot of a document reads, by cycle: `[1111] [1111] [1000]`.
 
-    1 is a real token, 0 is MASK. In a vanilla model it is what the last token reads.
+    1 is a real token, 0 is MASK. For a vanilla model: what the last token reads.
     """
     grid = mask_grid([length], variant=variant, cycle_length=cycle_length)
     sees, token = grid.sees[-1], holds_token(grid.keys, cycle_length)
@@ -91,12 +91,12 @@ def history_picture(length: int, *, variant: str, cycle_length: int) -> str:
 
 
 def _starts_stream(slots: Slots, slot: int) -> bool:
-    """Whether a stream begins at `slot`, other than the first."""
+    """Whether a stream other than the first begins at `slot`."""
     return slot > 0 and slots.is_real[slot] != slots.is_real[slot - 1]
 
 
 def _starts_document(slots: Slots, slot: int) -> bool:
-    """Whether a document begins at `slot`, other than the first of a stream."""
+    """Whether a document other than the first of a stream begins at `slot`."""
     return slot > 0 and slots.document[slot] != slots.document[slot - 1]
 
 
@@ -118,10 +118,10 @@ def _names(slots: Slots, cycle_length: int) -> list[str]:
 
 
 def grid_text(grid: MaskGrid) -> str:
-    """The grid as text, rows reading columns: `#` sees, `.` does not.
+    """The grid as text; rows read columns: `#` is visible, `.` is not.
 
-    Columns are headed by stream, document (last digit), `x` for a token or `M` for MASK, and position (last digit). Rows have the
-    same names. Cycles are set apart by a space and an empty line, streams by a bar.
+    The header gives each column's stream, document (last digit), `x` for a token or `M` for MASK, and position (last digit). Rows
+    are labelled likewise. A space or an empty line separates cycles, a bar separates streams.
     """
     keys = grid.keys
     heads = {
@@ -150,7 +150,7 @@ def mask_picture(document_lengths: Sequence[int], *, variant: str, cycle_length:
 
 
 def decoding_picture(cycle: int, *, variant: str, cycle_length: int) -> str:
-    """`grid_text` of the forward that begins `cycle` in decoding."""
+    """`grid_text` of the forward pass that begins `cycle` in decoding."""
     return grid_text(decoding_grid(cycle, variant=variant, cycle_length=cycle_length))
 
 
@@ -179,7 +179,7 @@ def save_mask_png(path: Path, document_lengths: Sequence[int], *, variant: str, 
             width = 1.6 if _starts_stream(slots, slot) or _starts_document(slots, slot) else 0.5
             axes.axhline(slot - 0.5, color="black", linewidth=width)
             axes.axvline(slot - 0.5, color="black", linewidth=width)
-    # A half-written picture is never left under the name that was asked for.
+    # A partly written picture never appears under the requested name.
     partial = path.with_name(f".{path.name}.partial")
     try:
         figure.savefig(partial, format="png", metadata={"Software": None})

@@ -1,8 +1,8 @@
-"""The rule of Parallel DMTD: cycles, shadow ids, and who may see whom.
+"""The rule of Parallel DMTD: cycles, shadow ids, and visibility.
 
-Every other statement of these ideas in the project imports this one. All functions work element by element on Python numbers,
-NumPy arrays and torch tensors alike (and inside FlexAttention's tracer), so this file imports nothing at all: it travels with
-every exported model as `dmtd_cycles.py`.
+This is the only statement of the rule; everything else in the project imports it. All functions work element by element on
+Python numbers, NumPy arrays and torch tensors (and inside FlexAttention's tracer). The file imports nothing at all, since it
+travels with every exported model as `dmtd_cycles.py`.
 
 Positions count from 0 in each document. Source: docs/method.md, sections 1 to 5.
 """
@@ -24,12 +24,12 @@ def cycle_id(position, cycle_length):
 
 
 def phase(position, cycle_length):
-    """The slot of `position` inside its cycle, 0 (the head) to `cycle_length - 1`."""
+    """The index of `position` within its cycle, from 0 (the head) to `cycle_length - 1`."""
     return position % cycle_length
 
 
 def is_cycle_head(position, cycle_length):
-    """Whether `position` is the first of its cycle: the only one whose token the parallel layers see as shadow input."""
+    """Whether `position` is the first of its cycle: the only one whose token is part of the shadow input."""
     return phase(position, cycle_length) == 0
 
 
@@ -76,17 +76,17 @@ def visible(
     """Whether a query slot of the parallel layers may read a key slot (docs/method.md, sections 1.4 and 2 to 5).
 
     A slot is (stream, document, position). `history` and `block_attention` are plain strings, the rest are numbers, booleans
-    or broadcastable arrays of them; the result is a boolean (array).
+    or broadcastable arrays of these; the result is a boolean or an array of booleans.
 
     - A real query reads real keys at or before its position: the ordinary causal rule.
-    - A shadow query never reads a shadow key of another cycle if `history` is "real": it reads the real keys of strictly
-      earlier cycles, and the shadow keys of its own cycle.
-    - With `history` "shadow" there are no real keys; it reads shadow keys at or before its position.
-    - "bidirectional" blocks show a shadow query the whole of its own cycle.
+    - With `history` "real" a shadow query reads the real keys of strictly earlier cycles and the shadow keys of its own cycle,
+      and never a shadow key of another cycle.
+    - With `history` "shadow" there are no real keys; a shadow query reads shadow keys at or before its position.
+    - With "bidirectional" blocks a shadow query reads all of its own cycle.
     - Nothing reads across documents.
     - A `window` of w keys hides what lies w or more positions before the query, in every stream: a sliding window.
 
-    Sequential layers and vanilla models hold real slots only.
+    Sequential layers and vanilla models have real slots only.
     """
     same_document = query_document == key_document
     before = key_position <= query_position
@@ -94,7 +94,7 @@ def visible(
     key_cycle = cycle_id(key_position, cycle_length)
     same_cycle = query_cycle == key_cycle
     both_real = query_is_real & key_is_real
-    shadow_query = query_is_real == False  # noqa: E712 - `not` and `~` disagree between bool and arrays
+    shadow_query = query_is_real == False  # noqa: E712 - `not` and `~` differ between bool and arrays
     shadow_key = key_is_real == False  # noqa: E712
     both_shadow = shadow_query & shadow_key
 
