@@ -16,66 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_dmtd.cycle import VANILLA, VARIANTS, complete_length, cycle_id, is_cycle_head, phase
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Method:
-    """What planning must know of a model. A vanilla model is one cycle-less stack: all its layers are sequential."""
-
-    variant: str
-    """One of the four variants, or "vanilla"."""
-    cycle_length: int = 1
-    """Tokens per cycle; 1 for vanilla."""
-    mask_token_id: int = -1
-    """Stands for tokens not yet known; unused for vanilla."""
-
-    def __post_init__(self) -> None:
-        assert self.variant == VANILLA or self.variant in VARIANTS, self.variant
-        assert self.cycle_length >= 1, self.cycle_length
-        assert self.variant != VANILLA or self.cycle_length == 1, "a vanilla model has no cycles"
-
-    @property
-    def is_vanilla(self) -> bool:
-        """No parallel layers."""
-        return self.variant == VANILLA
-
-    @property
-    def refreshes(self) -> bool:
-        """Earlier cycles look like real tokens to a shadow block, not like shadow ones (docs/method.md, sections 7 and 8)."""
-        return not self.is_vanilla and VARIANTS[self.variant][0] == "real"
-
-    @property
-    def is_bidirectional(self) -> bool:
-        """The slots of one block all see one another."""
-        return not self.is_vanilla and VARIANTS[self.variant][1] == "bidirectional"
-
-    def phase(self, position: int) -> int:
-        """The slot of `position` in its cycle."""
-        return phase(position, self.cycle_length)
-
-    def cycle_start(self, position: int) -> int:
-        """The head of the cycle that holds `position`."""
-        return cycle_id(position, self.cycle_length) * self.cycle_length
-
-    def needs_parallel(self, start: int, stop: int) -> bool:
-        """Whether a step over tokens `[start, stop)` meets a cycle head, and so runs the parallel layers."""
-        return not self.is_vanilla and complete_length(start, self.cycle_length) < stop
-
-    def furthest_stop(self, start: int, limit: int) -> int:
-        """Where a chunk from `start` may stop, at most `limit`: one that starts inside a cycle ends with it at the latest, since
-        the kept hidden states that it reads must not be replaced in the same step.
-        """
-        cycle_end = complete_length(start, self.cycle_length)
-        return limit if start == cycle_end else min(limit, cycle_end)
-
-    def parallel_length(self, num_tokens: int) -> int:
-        """Entries that the parallel pool holds of a request that has taken `num_tokens` tokens (docs/method.md, section 9)."""
-        if self.is_vanilla or num_tokens == 0:
-            return 0
-        if self.refreshes:
-            return self.cycle_start(num_tokens - 1)
-        return complete_length(num_tokens, self.cycle_length)
+from megatron_dmtd.cycle import Method, is_cycle_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +92,11 @@ class StepPlan:
 
 
 def plan_step(method: Method, chunks: Sequence[Chunk]) -> StepPlan:
-    """Plan one step. Every chunk's pools hold what `method.parallel_length(start)` and `start` say."""
+    """Plan one step. Every chunk's pools hold what `method.parallel_entries(start)` and `start` say."""
     plan = StepPlan(chunks)
     for index, chunk in enumerate(chunks):
         assert chunk.stop <= method.furthest_stop(chunk.start, chunk.stop), (chunk.start, chunk.stop)
-        first_block = complete_length(chunk.start, method.cycle_length)
+        first_block = method.complete_length(chunk.start)
         first_output = len(plan.outputs)
         if method.needs_parallel(chunk.start, chunk.stop):
             _add_parallel(plan, method, index, chunk, first_block)
@@ -168,7 +109,7 @@ def _add_parallel(plan: StepPlan, method: Method, index: int, chunk: Chunk, firs
     rows, tokens = plan.parallel, chunk.tokens
     last_block = method.cycle_start(chunk.stop - 1)
     if method.refreshes:
-        for position in range(method.parallel_length(chunk.start), last_block):
+        for position in range(method.parallel_entries(chunk.start), last_block):
             rows.add(index, position, tokens[position], is_written=True, history_length=position + 1)
     for block in range(first_block, last_block + 1, method.cycle_length):
         begin = len(rows)

@@ -12,8 +12,8 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron_dmtd.cycle import Method
 from megatron_dmtd.inference.pages import PageTable
-from megatron_dmtd.inference.planner import Method
 from megatron_dmtd.inference.pools import Pools, Tables
 
 ROOT = 0
@@ -96,7 +96,7 @@ class PrefixIndex:
 
     def num_final_pages(self, num_taken: int) -> int:
         """Leading pages of a request whose contents will not change any more."""
-        final = num_taken if self.method.is_vanilla else min(num_taken, self.method.parallel_length(num_taken))
+        final = num_taken if self.method.is_vanilla else min(num_taken, self.method.parallel_entries(num_taken))
         return final // self.page_size
 
     def add(self, tokens: Sequence[int], tables: Tables, num_taken: int, known: Known) -> Known:

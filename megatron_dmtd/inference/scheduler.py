@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megatron_dmtd.inference.planner import Chunk, Method
+from megatron_dmtd.cycle import Method
+from megatron_dmtd.inference.planner import Chunk
 from megatron_dmtd.inference.pools import Pools, Tables
 from megatron_dmtd.inference.prefix import Known, PrefixIndex
 
@@ -151,7 +152,7 @@ class Scheduler:
         return sum(parallel for parallel, _ in lacks), sum(sequential for _, sequential in lacks)
 
     def _missing(self, sequence: Sequence, stop: int) -> tuple[int, int]:
-        return self.pools.missing(sequence.tables, self.method.parallel_length(stop), stop)
+        return self.pools.missing(sequence.tables, self.method.parallel_entries(stop), stop)
 
     # Alignment.
 
@@ -204,7 +205,7 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return False
-        self.pools.grow(sequence.tables, self.method.parallel_length(stop), stop)
+        self.pools.grow(sequence.tables, self.method.parallel_entries(stop), stop)
         step.append(Scheduled(sequence, Chunk(sequence.slot, sequence.tokens, sequence.num_taken, stop)))
         return True
 

@@ -18,11 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import LlamaConfig, Qwen3Config
 
-from megatron_dmtd.cycle import VANILLA, VARIANTS
+from megatron_dmtd.cycle import ORDINARY, VANILLA, VARIANTS, Method
 from megatron_dmtd.errors import CheckpointError, ConfigError
 from megatron_dmtd.hf.configuration_dmtd_qwen3 import DMTDQwen3Config
 from megatron_dmtd.hf.dmtd_layers import RotaryAngles
-from megatron_dmtd.inference.planner import Method
 
 CONFIGS = {"dmtdqwen3": DMTDQwen3Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 #: name -> tensor, called once for every name of `tensor_shapes`
@@ -260,8 +259,13 @@ def _method(config: Any, variant: str | None) -> Method:
             remedy="leave the variant out",
         )
     if VANILLA in (variant, trained_as):
-        return Method(variant=VANILLA)
-    return Method(variant=trained_as, cycle_length=config.mtp_horizon, mask_token_id=config.mask_token_id)
+        return ORDINARY
+    return Method(
+        variant=trained_as,
+        cycle_length=config.mtp_horizon,
+        mask_token_id=config.mask_token_id,
+        num_parallel_layers=config.num_parallel_layers,
+    )
 
 
 def model_shape(config: Any, variant: str | None = None) -> ModelShape:
@@ -283,7 +287,7 @@ def _shape(config: Any, method: Method) -> ModelShape:
         )
     return ModelShape(
         num_layers=config.num_hidden_layers,
-        num_parallel_layers=0 if method.is_vanilla else config.num_parallel_layers,
+        num_parallel_layers=method.num_parallel_layers,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         num_heads=config.num_attention_heads,

@@ -107,4 +107,4 @@ def test_pools_hold_the_oracles_keys_and_values(shape, history, block_attention)
             values = pool.v_LNGTE[index, table.pages].permute(0, 2, 1, 3).flatten(0, 1)[:length]
             torch.testing.assert_close(keys, expected.keys, rtol=0, atol=1e-11)
             torch.testing.assert_close(values, expected.values, rtol=0, atol=1e-11)
-    assert engine.method.parallel_length(25) == len(snapshot.parallel[0].positions)
+    assert engine.method.parallel_entries(25) == len(snapshot.parallel[0].positions)

@@ -1,10 +1,12 @@
 import torch
 
+from megatron_dmtd.cycle import Method
 from megatron_dmtd.inference.pages import PageTable
 from megatron_dmtd.inference.passes import BlockTables, Pass
-from megatron_dmtd.inference.planner import Chunk, Method, plan_step
+from megatron_dmtd.inference.planner import Chunk, plan_step
 
 CPU = torch.device("cpu")
+METHOD = Method(variant="bidirectional-refresh", cycle_length=4, mask_token_id=9, num_parallel_layers=2)
 
 
 def test_only_new_pages_are_written_and_another_table_starts_anew():
@@ -20,7 +22,7 @@ def test_only_new_pages_are_written_and_another_table_starts_anew():
 
 def test_rows_are_grouped_by_chunk_and_each_reads_what_the_plan_says():
     chunks = [Chunk(slot=0, tokens=[1] * 9, start=8, stop=9), Chunk(slot=1, tokens=[2], start=0, stop=1)]
-    plan = plan_step(Method(variant="bidirectional-refresh", cycle_length=4, mask_token_id=9), chunks)
+    plan = plan_step(METHOD, chunks)
     slots = [chunks[chunk].slot for chunk in plan.parallel.chunk]
     run = Pass(rows=plan.parallel, slots=slots, final=plan.outputs, tables=BlockTables(2, 4, CPU), page_size=4)
     assert len(run) == 12 and run.ends_early and run.max_rows_per_chunk == 8

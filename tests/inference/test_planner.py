@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from megatron_dmtd.cycle import VARIANTS
-from megatron_dmtd.inference.planner import Chunk, Kept, Method, StepPlan, plan_step
+from megatron_dmtd.cycle import ORDINARY, VARIANTS, Method
+from megatron_dmtd.inference.planner import Chunk, Kept, StepPlan, plan_step
 from tests.oracles.scheduling import Walk
 
 M = 99
@@ -14,8 +14,8 @@ NAMES = sorted(VARIANTS)
 
 def method(variant: str, cycle_length: int = 4) -> Method:
     if variant == "vanilla":
-        return Method(variant="vanilla")
-    return Method(variant=variant, cycle_length=cycle_length, mask_token_id=M)
+        return ORDINARY
+    return Method(variant=variant, cycle_length=cycle_length, mask_token_id=M, num_parallel_layers=2)
 
 
 def tokens(count: int) -> list[int]:
@@ -81,7 +81,7 @@ def test_norefresh_appends_its_block_and_computes_no_real_token_again(variant, h
     ],
 )
 def test_lengths_of_the_parallel_pool_are_those_of_section_9(variant, entries):
-    assert [method(variant).parallel_length(count) for count in range(10)] == entries
+    assert [method(variant).parallel_entries(count) for count in range(10)] == entries
 
 
 def test_a_vanilla_step_has_sequential_rows_only():
@@ -194,6 +194,6 @@ def test_random_workloads_read_and_store_what_the_walk_does(variant, cycle_lengt
                 assert list(replays[request].parallel.values()) == walks[request].parallel
                 assert list(replays[request].sequential.values()) == walks[request].sequential
                 assert replays[request].saved == walks[request].saved
-                assert plan_method.parallel_length(stop) == len(walks[request].parallel)
+                assert plan_method.parallel_entries(stop) == len(walks[request].parallel)
     assert many_cycles > 0
     assert starts_inside > 0 or plan_method.cycle_length == 1

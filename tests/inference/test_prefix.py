@@ -5,11 +5,15 @@ import random
 import pytest
 import torch
 
-from megatron_dmtd.inference.planner import Method
+from megatron_dmtd.cycle import ORDINARY, Method
 from megatron_dmtd.inference.pools import KeyValuePool, Pools, PoolShape, Tables
 from megatron_dmtd.inference.prefix import Known, PrefixIndex
 
 TOKENS = list(range(100, 130))
+
+
+def method_of(variant: str, cycle_length: int = 4) -> Method:
+    return Method(variant=variant, cycle_length=cycle_length, mask_token_id=9, num_parallel_layers=1)
 
 
 def setting(variant: str, num_pages: int = 8) -> tuple[PrefixIndex, Pools, Method]:
@@ -17,14 +21,14 @@ def setting(variant: str, num_pages: int = 8) -> tuple[PrefixIndex, Pools, Metho
         shape = PoolShape(num_layers=1, num_pages=pages, num_key_value_heads=1, page_size=8, head_dim=2)
         return KeyValuePool(shape, name=name, dtype=torch.float32, device=torch.device("cpu"))
 
-    method = Method(variant="vanilla") if variant == "vanilla" else Method(variant=variant, cycle_length=4, mask_token_id=9)
+    method = ORDINARY if variant == "vanilla" else method_of(variant)
     pools = Pools(pool("P", 0 if variant == "vanilla" else num_pages), pool("S", num_pages))
     return PrefixIndex(pools, method), pools, method
 
 
 def taken(pools: Pools, method: Method, count: int) -> Tables:
     tables = Tables.empty()
-    pools.grow(tables, method.parallel_length(count), count)
+    pools.grow(tables, method.parallel_entries(count), count)
     return tables
 
 
@@ -192,4 +196,4 @@ def test_a_forgotten_beginning_is_entered_again_from_the_start():
 
 def test_pages_that_split_cycles_are_no_setting():
     with pytest.raises(AssertionError, match="whole cycles"):
-        PrefixIndex(setting("causal-refresh")[1], Method(variant="causal-refresh", cycle_length=3, mask_token_id=9))
+        PrefixIndex(setting("causal-refresh")[1], method_of("causal-refresh", cycle_length=3))

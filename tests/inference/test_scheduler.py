@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_dmtd.inference.planner import Method
+from megatron_dmtd.cycle import Method
 from megatron_dmtd.inference.pools import KeyValuePool, Pools, PoolShape
 from megatron_dmtd.inference.scheduler import Scheduler, Sequence
 
@@ -14,7 +14,8 @@ def scheduler(num_pages: int = 64, **options) -> Scheduler:
         return KeyValuePool(shape, name=name, dtype=torch.float32, device=torch.device("cpu"))
 
     settings = {"num_slots": 4, "chunk_tokens": 8, "align_heads": True, "prefix_index": None, **options}
-    return Scheduler(Method(variant="causal-refresh", cycle_length=4, mask_token_id=9), Pools(pool("P"), pool("S")), **settings)
+    method = Method(variant="causal-refresh", cycle_length=4, mask_token_id=9, num_parallel_layers=1)
+    return Scheduler(method, Pools(pool("P"), pool("S")), **settings)
 
 
 def advance(own: Scheduler) -> list[tuple[int, int, int]]:

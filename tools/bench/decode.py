@@ -24,13 +24,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron_dmtd.cycle import VANILLA, VARIANTS
+from megatron_dmtd.cycle import ORDINARY, VANILLA, VARIANTS
 from megatron_dmtd.errors import DMTDError
 from megatron_dmtd.hf import DMTDQwen3Config
 from megatron_dmtd.inference import Engine, EngineConfig, SamplingParams
 from megatron_dmtd.inference.matmul import FEW_ROWS, ROW_COUNTS, FastestMatmul, fastest_ms
 from megatron_dmtd.inference.native.build import load_kernels
-from megatron_dmtd.inference.planner import Method
 from megatron_dmtd.inference.weights import ModelWeights, build_model, model_shape, tensor_shapes
 
 #: 1.1 GB of fp32 weights: too large for any cache, small enough for a workstation.
@@ -102,9 +101,7 @@ def random_model(layers: Sequence[int] | None, matrix_dtype: torch.dtype = torch
 def as_kind(model: ModelWeights, kind: str) -> ModelWeights:
     """The same weights, decoded as `kind`."""
     if kind == VANILLA:
-        return dataclasses.replace(
-            model, method=Method(variant=VANILLA), shape=dataclasses.replace(model.shape, num_parallel_layers=0)
-        )
+        return dataclasses.replace(model, method=ORDINARY, shape=dataclasses.replace(model.shape, num_parallel_layers=0))
     return dataclasses.replace(model, method=dataclasses.replace(model.method, variant=kind))
 
 
@@ -128,7 +125,7 @@ def filled_engine(model: ModelWeights, kind: str, starts: Sequence[int], *, max_
         engine.submit(prompt, max_new_tokens=max_new, params=PARAMS)
     for sequence, start in zip(engine.scheduler.waiting, starts):
         sequence.num_taken = start
-        engine.pools.grow(sequence.tables, engine.method.parallel_length(start), start)
+        engine.pools.grow(sequence.tables, engine.method.parallel_entries(start), start)
     return engine
 
 
