@@ -25,11 +25,11 @@ import torch
 from megatron_dmtd.cycle import complete_length
 from megatron_dmtd.errors import CapabilityError, ConfigError, DataError, DMTDError
 from megatron_dmtd.inference.graphs import require_cuda
+from megatron_dmtd.inference.kv.prefix import PrefixIndex
+from megatron_dmtd.inference.kv.store import KeyValuePool, Pools, PoolShape
 from megatron_dmtd.inference.native.build import load_kernels
-from megatron_dmtd.inference.native_ops import NativeOps
+from megatron_dmtd.inference.ops.native_ops import NativeOps
 from megatron_dmtd.inference.planner import StepPlan, plan_step
-from megatron_dmtd.inference.pools import KeyValuePool, Pools, PoolShape
-from megatron_dmtd.inference.prefix import PrefixIndex
 from megatron_dmtd.inference.requests import Completion, Event, FinishReason, Request
 from megatron_dmtd.inference.runner import Runner, StepMode, num_scratch_pages
 from megatron_dmtd.inference.sampler import Choice, SamplingParams, choose, described

@@ -16,7 +16,7 @@ from functools import cached_property
 
 import torch
 
-from megatron_dmtd.inference.pages import PageTable
+from megatron_dmtd.inference.kv.pages import PageTable
 from megatron_dmtd.inference.planner import Rows
 
 

@@ -14,14 +14,14 @@ import torch
 
 from megatron_dmtd.cycle import phase
 from megatron_dmtd.inference.graphs import GraphRecorder, Program, direct
-from megatron_dmtd.inference.matmul import ROW_COUNTS, FastestMatmul
+from megatron_dmtd.inference.kv.store import KeyValuePool, Pools, Tables
 from megatron_dmtd.inference.native.build import load_kernels
-from megatron_dmtd.inference.native_ops import NativeOps
+from megatron_dmtd.inference.ops.matmul import ROW_COUNTS, FastestMatmul
+from megatron_dmtd.inference.ops.native_ops import NativeOps
+from megatron_dmtd.inference.ops.torch_ops import TorchOps
 from megatron_dmtd.inference.passes import BlockTables, Pass
 from megatron_dmtd.inference.planner import Rows, StepPlan
-from megatron_dmtd.inference.pools import KeyValuePool, Pools, Tables
 from megatron_dmtd.inference.static_pass import StaticPass, StaticShape, padded
-from megatron_dmtd.inference.torch_ops import TorchOps
 from megatron_dmtd.inference.weights import ModelWeights
 
 #: How decoding steps are executed: as they come, in shapes that repeat, or from CUDA graphs of those.

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megatron_dmtd.cycle import Method
+from megatron_dmtd.inference.kv.prefix import Known, PrefixIndex
+from megatron_dmtd.inference.kv.store import Pools, Tables
 from megatron_dmtd.inference.planner import Chunk
-from megatron_dmtd.inference.pools import Pools, Tables
-from megatron_dmtd.inference.prefix import Known, PrefixIndex
 
 
 @dataclass(kw_only=True, eq=False, slots=True)

@@ -1,7 +1,7 @@
 import torch
 
 from megatron_dmtd.cycle import Method
-from megatron_dmtd.inference.pages import PageTable
+from megatron_dmtd.inference.kv.pages import PageTable
 from megatron_dmtd.inference.passes import BlockTables, Pass
 from megatron_dmtd.inference.planner import Chunk, plan_step
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_dmtd.cycle import Method
-from megatron_dmtd.inference.pools import KeyValuePool, Pools, PoolShape
+from megatron_dmtd.inference.kv.store import KeyValuePool, Pools, PoolShape
 from megatron_dmtd.inference.scheduler import Scheduler, Sequence
 
 

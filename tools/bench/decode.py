@@ -28,8 +28,8 @@ from megatron_dmtd.cycle import ORDINARY, VANILLA, VARIANTS
 from megatron_dmtd.errors import DMTDError
 from megatron_dmtd.hf import DMTDQwen3Config
 from megatron_dmtd.inference import Engine, EngineConfig, SamplingParams
-from megatron_dmtd.inference.matmul import FEW_ROWS, ROW_COUNTS, FastestMatmul, fastest_ms
 from megatron_dmtd.inference.native.build import load_kernels
+from megatron_dmtd.inference.ops.matmul import FEW_ROWS, ROW_COUNTS, FastestMatmul, fastest_ms
 from megatron_dmtd.inference.weights import ModelWeights, build_model, model_shape, tensor_shapes
 
 #: 1.1 GB of fp32 weights: too large for any cache, small enough for a workstation.

@@ -1,6 +1,6 @@
 /* Decoding kernels for few rows on a CPU: what torch does slowly at 1 to 32 rows.
  *
- * Plain C with GCC's vector types; any width of hardware vectors. Shapes follow the Python callers (native_ops.py):
+ * Plain C with GCC's vector types; any width of hardware vectors. Shapes follow the Python callers (ops/native_ops.py):
  * R rows, K in, N out, H query heads, G key/value heads, E head size, T entries per page, I feed-forward size.
  * K pages are [G][E][T], V pages are [G][T][E]. T and E are multiples of 16. Integers are int64.
  */

@@ -12,10 +12,10 @@ import ctypes
 import torch
 
 from megatron_dmtd.errors import CapabilityError
-from megatron_dmtd.inference.matmul import FastestMatmul
+from megatron_dmtd.inference.kv.store import KeyValuePool
 from megatron_dmtd.inference.native.build import load_kernels
+from megatron_dmtd.inference.ops.matmul import FastestMatmul
 from megatron_dmtd.inference.passes import Pass
-from megatron_dmtd.inference.pools import KeyValuePool
 from megatron_dmtd.inference.weights import LayerWeights, ModelShape, ModelWeights
 
 #: Entries per page and the head size are walked in whole vectors.

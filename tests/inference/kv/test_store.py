@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megatron_dmtd.inference.pools import KeyValuePool, Pools, PoolShape, Tables
+from megatron_dmtd.inference.kv.store import KeyValuePool, Pools, PoolShape, Tables
 
 
 def pools(parallel_pages: int = 2, sequential_pages: int = 4) -> Pools:

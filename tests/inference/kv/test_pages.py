@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dmtd.inference.pages import PagePool, PageTable
+from megatron_dmtd.inference.kv.pages import PagePool, PageTable
 
 
 def pool(num_pages: int = 4) -> PagePool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dmtd.inference.pages import PagePool, PageTable
+from megatron_dmtd.inference.kv.pages import PagePool, PageTable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

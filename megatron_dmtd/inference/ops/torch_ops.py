@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from megatron_dmtd.inference.kv.store import KeyValuePool
 from megatron_dmtd.inference.passes import Group, Pass
-from megatron_dmtd.inference.pools import KeyValuePool
 from megatron_dmtd.inference.static_pass import StaticPass
 from megatron_dmtd.inference.weights import LayerWeights, ModelShape
 

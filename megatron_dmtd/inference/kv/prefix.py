@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_dmtd.cycle import Method
-from megatron_dmtd.inference.pages import PageTable
-from megatron_dmtd.inference.pools import Pools, Tables
+from megatron_dmtd.inference.kv.pages import PageTable
+from megatron_dmtd.inference.kv.store import Pools, Tables
 
 ROOT = 0
 

@@ -8,9 +8,9 @@ import torch
 
 from megatron_dmtd.errors import CapabilityError, ConfigError
 from megatron_dmtd.inference import EngineConfig, SamplingParams
-from megatron_dmtd.inference.matmul import FastestMatmul
 from megatron_dmtd.inference.native import build
 from megatron_dmtd.inference.native.build import load_kernels
+from megatron_dmtd.inference.ops.matmul import FastestMatmul
 from tests.hf.tiny import random_ids
 from tests.inference.models import KINDS, PENALTY, Pair
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_dmtd.cycle import ORDINARY, Method
-from megatron_dmtd.inference.pools import KeyValuePool, Pools, PoolShape, Tables
-from megatron_dmtd.inference.prefix import Known, PrefixIndex
+from megatron_dmtd.inference.kv.prefix import Known, PrefixIndex
+from megatron_dmtd.inference.kv.store import KeyValuePool, Pools, PoolShape, Tables
 
 TOKENS = list(range(100, 130))
 

@@ -1,0 +1,1 @@
+"""The arithmetic of a layer: in torch, and in compiled C."""
