@@ -1,6 +1,6 @@
 """Configuration of Parallel DMTD decoders in Hugging Face's format.
 
-The file travels with every exported model as remote code: it may import transformers and its exported siblings, nothing else.
+The file travels with every exported model as remote code: it may import only transformers and its exported siblings.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .dmtd_cycles import VARIANTS
 HISTORY_MODES = tuple(sorted({history for history, _ in VARIANTS.values()}))
 BLOCK_ATTENTIONS = tuple(sorted({block for _, block in VARIANTS.values()}))
 
-#: What a config.json that leaves these out means in every runtime of the family; transformers' Qwen3 has other defaults.
+#: Defaults of every runtime of the family for fields that a config.json omits; those of transformers' Qwen3 differ.
 FAMILY_DEFAULTS = {
     "hidden_size": 2560,
     "intermediate_size": 9728,
@@ -26,30 +26,30 @@ ROPE_THETA = 1_000_000.0
 
 
 def refusal(*, found: str, required: str, remedy: str) -> ValueError:
-    """The error of everything that these files refuse: what was found, what is required, what to do."""
+    """The error for everything that these files refuse: what was found, what is required, what to do."""
     return ValueError(f"found: {found}\nrequired: {required}\nremedy: {remedy}")
 
 
 class DMTDQwen3Config(Qwen3Config):
-    """Shape of a decoder, as Qwen3's configuration has it, and of its cycles.
+    """Shape of a decoder, as in Qwen3's configuration, and of its cycles.
 
     Args:
         mtp_horizon: Tokens per cycle, at least 1.
         num_parallel_layers: The first layers, which run once per cycle on `[head, MASK, ...]`.
         num_sequential_layers: The other layers, which run once per token on `Embed(token) + parallel hidden state`.
         mask_token_id: The id that stands for a token not yet known.
-        dmtd_history_mode: What earlier cycles look like to the parallel layers: `"shadow"` (also if left out) or `"real"`.
-        dmtd_block_attention: Attention among the slots of one cycle: `"causal"` (also if left out) or `"bidirectional"`.
+        dmtd_history_mode: What earlier cycles look like to the parallel layers: `"shadow"` (the default) or `"real"`.
+        dmtd_block_attention: Attention among the slots of one cycle: `"causal"` (the default) or `"bidirectional"`.
         qk_norm: RMSNorm on each query and key head: true for Qwen3-like decoders, false for Llama-like ones.
-        kwargs: The fields of `Qwen3Config`. `num_hidden_layers` may be left out: it is the sum of both kinds of layers. Others
-            that are left out are those of Qwen3-4B, as in every runtime of this family.
+        kwargs: The fields of `Qwen3Config`. `num_hidden_layers` may be omitted: it is the sum of both kinds of layers. Other
+            fields default to those of Qwen3-4B, as in every runtime of this family.
 
     Raises:
-        ValueError: The fields contradict each other, or name something that these models do not have.
+        ValueError: The fields contradict each other, or ask for something that these models do not have.
     """
 
     model_type = "dmtdqwen3"
-    # The two-stream attention has not been split over devices by transformers' tensor or pipeline plans.
+    # transformers' tensor and pipeline plans have not been applied to the two-stream attention.
     base_model_tp_plan = {}  # noqa: RUF012 - the type that transformers expects
     base_model_pp_plan = {}  # noqa: RUF012
 

@@ -3,7 +3,7 @@
 It stores and returns tensors; the model computes them. Rows of a batch may be at different phases, so every row has its own
 length, and entry j of a row holds position j. The file travels with every exported model as remote code.
 
-Shape legend: B rows, R chosen rows, C cycle length, T slots, G key/value heads, E head size, X hidden size.
+Shape legend: B rows, R selected rows, C cycle length, T slots, G key/value heads, E head size, X hidden size.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class DMTDCache(Cache):
     """What decoding keeps between tokens (docs/method.md, sections 6 to 9).
 
     - A sequential layer holds K and V of every token, and never a MASK.
-    - A parallel layer holds, with history "real", real K and V of the cycles strictly before that of the last token: the cycle of
-      the last token joins them at the next cycle head, in the same pass as that head's shadow block. With history "shadow" it
-      holds shadow K and V of every cycle, the current one included.
+    - With history "real" a parallel layer holds real K and V of the cycles strictly before that of the last token. The cycle of
+      the last token is added at the next cycle head, in the same pass as that head's shadow block. With history "shadow" a
+      parallel layer holds shadow K and V of every cycle, including the current one.
     - `shadow_hidden_BCX` are the parallel hidden states of the current cycle, `cycle_ids_BC` its tokens so far.
 
-    The lengths of both kinds follow from `lengths`, so that they cannot disagree with it.
+    The lengths of both kinds of layer follow from `lengths`, so the two cannot disagree.
     """
 
     def __init__(self, config: DMTDQwen3Config) -> None:
@@ -39,16 +39,16 @@ class DMTDCache(Cache):
     def reset(self) -> None:
         """Forget everything."""
         self.num_columns = 0
-        """Columns of ids taken so far, padding included: what transformers calls the sequence length."""
+        """Columns of ids processed so far, padding included: what transformers calls the sequence length."""
         self.lengths: list[int] = []
-        """Tokens of each row taken so far."""
+        """Tokens of each row processed so far."""
         self.shadow_hidden_BCX: torch.Tensor | None = None
         self.cycle_ids_BC: torch.Tensor | None = None
         self._keys: list[torch.Tensor | None] = [None] * self.num_layers
         self._values: list[torch.Tensor | None] = [None] * self.num_layers
 
     def layer_lengths(self, layer: int) -> list[int]:
-        """Entries of each row that are in use at one layer."""
+        """Number of entries of each row in use at one layer."""
         if layer >= self.num_parallel_layers:
             return list(self.lengths)
         if self.history == "shadow":
@@ -56,7 +56,7 @@ class DMTDCache(Cache):
         return [cycle_id(length - 1, self.cycle_length) * self.cycle_length for length in self.lengths]
 
     def row(self, layer: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V `[T, G, E]` in use of one row at one layer, by position."""
+        """K and V `[T, G, E]` of one row at one layer, by position."""
         length = self.layer_lengths(layer)[row]
         keys, values = self._keys[layer], self._values[layer]
         assert keys is not None and values is not None, f"layer {layer} has not been written"
@@ -72,9 +72,9 @@ class DMTDCache(Cache):
         position: torch.Tensor,
         capacity: int,
     ) -> None:
-        """Put K and V `[..., G, E]` at `row` and `position`, two index tensors that broadcast to `[...]`.
+        """Store K and V `[..., G, E]` at `row` and `position`, two index tensors that broadcast to `[...]`.
 
-        `capacity` is at least the largest position plus one. Layers, and what is kept of them, may lie on several devices.
+        `capacity` is at least the largest position plus one. Layers and their entries may be on several devices.
         """
         row, position = row.to(key.device), position.to(key.device)
         for store, new in ((self._keys, key), (self._values, value)):
@@ -83,7 +83,7 @@ class DMTDCache(Cache):
             store[layer] = buffer
 
     def read(self, layer: int, *, row_R: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V `[R, length, G, E]` of rows in ascending order; entries past a row's own length are for the mask to hide."""
+        """K and V `[R, length, G, E]` of rows in ascending order; the mask has to hide entries past a row's own length."""
         keys, values = self._keys[layer], self._values[layer]
         if keys is None or values is None:
             raise AssertionError(f"layer {layer} has not been written")
@@ -92,10 +92,10 @@ class DMTDCache(Cache):
         row_R = row_R.to(keys.device)
         return keys[row_R, :length], values[row_R, :length]
 
-    # What transformers asks of a cache.
+    # What transformers expects of a cache.
 
     def get_seq_length(self, layer_idx: int = 0, *args, **kwargs) -> int:
-        """Columns of ids taken so far, padding included."""
+        """Columns of ids processed so far, padding included."""
         return self.num_columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -117,7 +117,7 @@ class DMTDCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """Buffers grow, and cycle heads differ from other steps: no graph serves every step."""
+        """False: buffers grow, and cycle heads differ from other steps, so no single graph serves every step."""
         return False
 
     @property
@@ -139,7 +139,7 @@ class DMTDCache(Cache):
         )
 
     def crop(self, *args, **kwargs) -> None:
-        """Refused: shadow hidden states of an earlier cycle are gone, so a cycle cannot be entered again from its middle."""
+        """Refused: an earlier cycle's shadow hidden states are gone, so decoding cannot re-enter it in the middle."""
         raise refusal(
             found="a request to crop a DMTDCache (assisted decoding and speculative rollback do so)",
             required="decoding that only moves forward: earlier cycles' shadow hidden states are not kept",
@@ -155,7 +155,7 @@ class DMTDCache(Cache):
         self._select_rows(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row in place."""
+        """Repeat each row `repeats` times, next to itself."""
         self._select_rows(torch.arange(len(self.lengths)).repeat_interleave(repeats))
 
     def _select_rows(self, index: torch.Tensor) -> None:
@@ -168,7 +168,7 @@ class DMTDCache(Cache):
 
 
 def _grown(buffer: torch.Tensor | None, like: torch.Tensor, *, batch_size: int, capacity: int) -> torch.Tensor:
-    """`buffer` with room for `capacity` entries a row. Zeros, since a masked NaN would still poison its row's attention."""
+    """`buffer` with room for `capacity` entries per row. Zeros, since a masked NaN would still poison its row's attention."""
     if buffer is not None and buffer.shape[1] >= capacity:
         return buffer
     old = 0 if buffer is None else buffer.shape[1]

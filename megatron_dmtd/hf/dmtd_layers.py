@@ -1,7 +1,7 @@
 """One transformer layer of a Qwen3-like decoder, for slots of any kind.
 
-The layers know nothing of cycles, streams or caches: who sees whom and which keys are stored come with each pass. The file
-travels with every exported model as remote code.
+The layers do not depend on cycles, streams or caches: each pass brings its visibility and its key store. The file travels with
+every exported model as remote code.
 
 Shape legend: B rows, T slots, Q query slots, K key slots, H query heads, G key/value heads, E head size, F frequencies, X hidden
 size.
@@ -21,25 +21,25 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from .configuration_dmtd_qwen3 import DMTDQwen3Config, refusal
 from .dmtd_slots import Visibility
 
-#: Rotary embeddings whose frequencies do not depend on the length of the text.
+#: Types of rotary embedding whose frequencies do not depend on the sequence length.
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
-#: (layer index, K [B, T, G, E], V of the slots at hand) -> (K, V) [B, K, G, E] of every slot that attention may read
+#: (layer index, K [B, T, G, E], V of the current slots) -> (K, V) [B, K, G, E] of every slot that attention may read
 KeyValueExchange = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pass:
-    """What the layers of one pass share: rotary angles of its slots, who sees whom, and where K and V go."""
+    """What the layers of one pass share: rotary angles of its slots, visibility, and where K and V go."""
 
     cos_BTE: torch.Tensor
     sin_BTE: torch.Tensor
     visibility: Visibility
     exchange: KeyValueExchange
     elsewhere: dict[torch.device, Pass] = dataclasses.field(default_factory=dict, repr=False)
-    """This pass on the other devices that hold layers."""
+    """Copies of this pass on the other devices that hold layers."""
 
     def on(self, device: torch.device) -> Pass:
-        """The same pass on `device`. A `device_map` of transformers spreads layers, and moves hidden states alone."""
+        """The same pass on `device`. A `device_map` of transformers spreads layers over devices, but moves only hidden states."""
         if self.cos_BTE.device == device:
             return self
         if device not in self.elsewhere:
@@ -53,7 +53,7 @@ class Pass:
 
 
 class DMTDQwen3RMSNorm(nn.Module):
-    """RMSNorm, computed in fp32 or in the weights' type if that is wider."""
+    """RMSNorm, computed in fp32, or in the weights' type if that is wider."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def attend(
 ) -> torch.Tensor:
     """Attention of the pass's queries from `first_query` on, over the keys that they may see.
 
-    The query heads that share a key head are laid along the sequence, so that no key is copied.
+    Query heads that share a key head are laid out along the sequence, so that no key is copied.
     """
     batch, _, heads, size = q_BQHE.shape
     groups = k_BKGE.shape[2]
@@ -106,12 +106,12 @@ def attend(
 
 
 class DMTDQwen3Attention(nn.Module):
-    """Grouped-query attention whose mask and key store come with the pass."""
+    """Grouped-query attention; the pass brings the mask and the key store."""
 
     def __init__(self, config: DMTDQwen3Config, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
-        assert config.num_key_value_heads is not None  # Qwen3Config fills it in
+        assert config.num_key_value_heads is not None  # set by Qwen3Config
         query_size, key_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         bias = config.attention_bias
         self.q_proj = nn.Linear(config.hidden_size, query_size, bias=bias)
@@ -147,7 +147,7 @@ class DMTDQwen3DecoderLayer(nn.Module):
         self.post_attention_layernorm = DMTDQwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, hidden_BTX: torch.Tensor, run: Pass, *, num_key_only: int = 0) -> torch.Tensor:
-        """The first `num_key_only` slots give K and V only; the others' hidden states are returned."""
+        """Only K and V are computed for the first `num_key_only` slots; the hidden states of the others are returned."""
         run = run.on(hidden_BTX.device)
         attended_BQX = self.self_attn(self.input_layernorm(hidden_BTX), run, num_key_only=num_key_only)
         hidden_BQX = hidden_BTX[:, num_key_only:] + attended_BQX
@@ -155,7 +155,7 @@ class DMTDQwen3DecoderLayer(nn.Module):
 
 
 class RotaryAngles:
-    """Cosines and sines of positions. Not a module: its frequencies follow from the configuration and are never loaded."""
+    """Cosines and sines of positions. Not a module: frequencies follow from the configuration and are never loaded."""
 
     def __init__(self, config: DMTDQwen3Config) -> None:
         rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
@@ -188,7 +188,7 @@ class RotaryAngles:
         return self._inverse[key]
 
     def __call__(self, position_BT: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(cos, sin)`, each `[B, T, E]`, computed in fp32 or wider and given in `dtype`."""
+        """`(cos, sin)`, each `[B, T, E]`, computed in fp32 or wider and returned in `dtype`."""
         wide = torch.promote_types(dtype, torch.float32)
         inverse_F, scale = self._frequencies(position_BT.device, wide)
         angle_BTE = (position_BT[:, :, None].to(wide) * inverse_F).repeat(1, 1, 2)

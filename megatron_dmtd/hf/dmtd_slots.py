@@ -1,9 +1,9 @@
-"""Where tokens sit: the slots that attention reads, who sees whom among them, and the cycle-complete layout of a batch of rows.
+"""Slots that attention reads, visibility among them, and the cycle-complete layout of a batch of rows.
 
 Integers only: no weights and no caches. The file travels with every exported model as remote code.
 
 Shape legend: B rows, n columns of the caller's ids, N slots of the cycle-complete layout, D documents of a row, T slots, Q query
-slots, K key slots. A dimension B of slot tables may be 1 where all rows are laid out alike.
+slots, K key slots. Dimension B of a slot table may be 1 if all rows have the same layout.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from .configuration_dmtd_qwen3 import DMTDQwen3Config, refusal
 from .dmtd_cycles import complete_length, visible
 
-#: Query slots that one attention call covers: bounds the size of a dense mask at long prompts.
+#: Query slots per attention call: bounds the size of a dense mask for long prompts.
 QUERY_BLOCK = 512
-#: Masks of a whole forward pass are kept for its other layers up to this many elements (bytes), and made again beyond.
+#: Masks up to this many elements (bytes) are kept for the other layers of a forward pass; larger ones are made again.
 KEPT_MASK_ELEMENTS = 2**28
 #: Document of padding columns, which no token may read.
 NOWHERE = -1
@@ -26,7 +26,7 @@ NOWHERE = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slots:
-    """What `visible` asks of a slot: its stream, its document, its position there. All of shape `[B, T]`."""
+    """What `visible` needs of a slot: its stream, its document and its position there. All of shape `[B, T]`."""
 
     is_real_BT: torch.Tensor
     document_BT: torch.Tensor
@@ -34,12 +34,12 @@ class Slots:
 
     @classmethod
     def of(cls, document_BT: torch.Tensor, position_BT: torch.Tensor, *, is_real: bool) -> Slots:
-        """Slots that are all of one stream."""
+        """Slots of a single stream."""
         is_real_BT = torch.full_like(position_BT, is_real, dtype=torch.bool)
         return cls(is_real_BT=is_real_BT, document_BT=document_BT, position_BT=position_BT)
 
     def followed_by(self, other: Slots) -> Slots:
-        """These slots, then the others, along the sequence."""
+        """These slots followed by the others, along the sequence."""
         return Slots(
             is_real_BT=torch.cat([self.is_real_BT, other.is_real_BT], dim=1),
             document_BT=torch.cat([self.document_BT, other.document_BT], dim=1),
@@ -54,7 +54,7 @@ class Slots:
 
 
 class Visibility:
-    """The rule of cycles between query slots and key slots, as boolean masks in blocks of queries."""
+    """The visibility rule between query slots and key slots, as boolean masks in blocks of queries."""
 
     def __init__(self, queries: Slots, keys: Slots, config: DMTDQwen3Config) -> None:
         self.queries, self.keys, self.config = queries, keys, config
@@ -67,7 +67,7 @@ class Visibility:
         return Visibility(self.queries.on(device), self.keys.on(device), self.config)
 
     def blocks(self, first_query: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """`(start, stop, mask [B, stop - start, K])` of the queries from `first_query` on."""
+        """`(start, stop, mask [B, stop - start, K])` for the queries from `first_query` on."""
         for start in range(first_query, self.num_queries, QUERY_BLOCK):
             stop = min(start + QUERY_BLOCK, self.num_queries)
             mask_BQK = self._kept.get((start, stop))
@@ -95,7 +95,7 @@ class Visibility:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Columns:
-    """The caller's columns: which hold tokens, of which document, at which position."""
+    """The caller's columns: which hold tokens, in which document and at which position."""
 
     is_token_Bn: torch.Tensor
     """False at padding."""
@@ -116,12 +116,12 @@ class Columns:
 def read_columns(
     input_ids_Bn: torch.Tensor, attention_mask_Bn: torch.Tensor | None, position_ids_Bn: torch.Tensor | None
 ) -> Columns:
-    """Tell documents and positions of each column from the mask and the positions that the caller gave.
+    """Document and position of each column, from the mask and the positions that the caller gave.
 
-    Without positions a row is one document, counted from its first token. With positions, each 0 starts a document.
+    Without positions a row is one document, counted from its first token. With positions, each 0 starts a new document.
 
     Raises:
-        ValueError: A mask of another shape, a batch without tokens, or positions that do not count up from 0.
+        ValueError: The mask has another shape, the batch has no tokens, or positions do not count up from 0.
     """
     if attention_mask_Bn is None:
         is_token_Bn = torch.ones_like(input_ids_Bn, dtype=torch.bool)
@@ -156,16 +156,16 @@ def read_columns(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompleteLayout:
-    """The tokens of a batch with every document completed to whole cycles and padding left out.
+    """The tokens of a batch, with every document completed to whole cycles and padding removed.
 
     Decoding always computes whole blocks, so a trailing block has to be whole here too: with bidirectional blocks its tokens read
-    the MASK slots that complete it. Slots after a row's last document belong to a document of their own, which nothing reads.
+    the MASK slots that complete it. Slots after a row's last document form a document of their own, which nothing else reads.
     """
 
     tokens_BN: torch.Tensor
-    """Ids; the MASK id at slots that hold no token."""
+    """Token ids; the MASK id at slots without a token."""
     slot_of_column_Bn: torch.Tensor
-    """The slot of each column that holds a token; 0 at padding."""
+    """The slot of each column with a token; 0 at padding."""
     document_BN: torch.Tensor
     position_BN: torch.Tensor
 
@@ -174,7 +174,7 @@ class CompleteLayout:
         return Slots.of(self.document_BN, self.position_BN, is_real=is_real)
 
     def take_columns(self, hidden_BNX: torch.Tensor) -> torch.Tensor:
-        """`[B, N, X]` back in the caller's columns `[B, n, X]`; at padding, those of slot 0."""
+        """`[B, N, X]` gathered back into the caller's columns `[B, n, X]`; padding gets the values of slot 0."""
         index_BnX = self.slot_of_column_Bn[:, :, None].expand(-1, -1, hidden_BNX.shape[2])
         return hidden_BNX.gather(1, index_BnX)
 
@@ -182,7 +182,7 @@ class CompleteLayout:
 def complete_layout(input_ids_Bn: torch.Tensor, columns: Columns, config: DMTDQwen3Config) -> CompleteLayout:
     """Complete every document of every row to whole cycles (docs/method.md, sections 1.1, 1.4 and 6.2)."""
     num_documents = int(columns.document_Bn.max()) + 1
-    # Padding is counted in one more bin, which is then cut off.
+    # Padding is counted in one additional bin, which is then dropped.
     bin_Bn = columns.document_Bn.masked_fill(~columns.is_token_Bn, num_documents)
     counts_BD = torch.zeros(len(input_ids_Bn), num_documents + 1, dtype=torch.int64, device=input_ids_Bn.device)
     counts_BD.scatter_add_(1, bin_Bn, torch.ones_like(bin_Bn))
@@ -200,7 +200,7 @@ def complete_layout(input_ids_Bn: torch.Tensor, columns: Columns, config: DMTDQw
     slot_BN = torch.arange(num_slots, device=input_ids_Bn.device).expand(len(input_ids_Bn), -1).contiguous()
     document_BN = torch.searchsorted(ends_BD, slot_BN, right=True)
     position_BN = slot_BN - starts_BD.gather(1, document_BN)
-    if bool((document_BN == document_BN[:1]).all()):  # equal positions follow; one mask then serves every row
+    if bool((document_BN == document_BN[:1]).all()):  # positions are then equal too, and one mask serves every row
         document_BN, position_BN = document_BN[:1], position_BN[:1]
     return CompleteLayout(
         tokens_BN=tokens_BN, slot_of_column_Bn=slot_of_column_Bn, document_BN=document_BN, position_BN=position_BN

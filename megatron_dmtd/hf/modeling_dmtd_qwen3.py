@@ -1,7 +1,7 @@
-"""Parallel DMTD decoders in plain torch: the training forward and cycled decoding behind Hugging Face's interface.
+"""Parallel DMTD decoders in plain torch: the training forward pass and cycled decoding behind Hugging Face's interface.
 
-The slow and obvious implementation that travels with every exported model as remote code. It imports torch, transformers and its
-exported siblings, and knows nothing of Megatron. Weight names are exactly those of transformers' Qwen3.
+This slow and simple implementation travels with every exported model as remote code. It imports torch, transformers and its
+exported siblings, and does not depend on Megatron. Weight names are exactly those of transformers' Qwen3.
 
 Source: megatron_dmtd's docs/method.md, sections 1 to 5, for `DMTDQwen3Model._prompt` (any number of tokens at once), and
 docs/method.md, sections 6 to 10, for `_step` (one token).
@@ -29,7 +29,7 @@ from .dmtd_slots import Columns, CompleteLayout, Slots, Visibility, complete_lay
 
 #: Output field of the cache: transformers renamed `past_key_values` to `cache` in 5.x.
 CACHE_FIELD = "cache" if "cache" in {field.name for field in dataclasses.fields(CausalLMOutputWithPast)} else "past_key_values"
-#: Arguments that transformers' loops pass along and that change nothing here.
+#: Arguments that transformers' loops pass along and that have no effect here.
 IGNORED_ARGUMENTS = {
     "cache_position",
     "return_dict",
@@ -38,7 +38,7 @@ IGNORED_ARGUMENTS = {
     "num_items_in_batch",
     "tokenizer",  # which `generate` takes for `stop_strings`
 }
-#: `generate` options that need a cache that can go backwards, hold a fixed size, or take a prompt in pieces.
+#: `generate` options that need a cache that can be rolled back, has a fixed size, or accepts a prompt in chunks.
 REFUSED_GENERATION = (
     "assistant_model",
     "prompt_lookup_num_tokens",
@@ -49,7 +49,7 @@ REFUSED_GENERATION = (
 
 
 class DMTDQwen3PreTrainedModel(PreTrainedModel):
-    """What transformers needs to know of these models."""
+    """What transformers needs to know about these models."""
 
     config: DMTDQwen3Config
     config_class = DMTDQwen3Config
@@ -99,7 +99,7 @@ class DMTDQwen3Model(DMTDQwen3PreTrainedModel):
     # Any number of tokens at once: docs/method.md, sections 1 to 5.
 
     def _prompt(self, input_ids_Bn: torch.Tensor, columns: Columns, cache: DMTDCache | None) -> torch.Tensor:
-        """Hidden states `[B, n, X]` by the training rules; an empty `cache` is filled on the way."""
+        """Hidden states `[B, n, X]` by the training rules; an empty `cache` is filled in passing."""
         if cache is not None:
             cache.lengths, cache.num_columns = columns.lengths(), input_ids_Bn.shape[1]
         layout = complete_layout(input_ids_Bn, columns, self.config)
@@ -123,8 +123,8 @@ class DMTDQwen3Model(DMTDQwen3PreTrainedModel):
     def _parallel_prompt(self, layout: CompleteLayout, cache: DMTDCache | None) -> torch.Tensor:
         """Shadow hidden states `[B, N, X]` after the last parallel layer.
 
-        With history "real" both streams go through each layer at once. A real slot is read by later cycles only, so documents of
-        one cycle have none.
+        With history "real" both streams go through each layer together. Only later cycles read a real slot, so documents of one
+        cycle have none.
         """
         num_slots = layout.tokens_BN.shape[1]
         ids_BT, slots = self._shadow_ids(layout.tokens_BN, layout.position_BN), layout.slots(is_real=False)
@@ -157,7 +157,7 @@ class DMTDQwen3Model(DMTDQwen3PreTrainedModel):
     # One token: docs/method.md, sections 6 to 10.
 
     def _step(self, ids_B: torch.Tensor, cache: DMTDCache) -> torch.Tensor:
-        """Hidden states `[B, 1, X]` of one more token of each row."""
+        """Hidden states `[B, 1, X]` of one more token per row."""
         heads = [row for row, length in enumerate(cache.lengths) if is_cycle_head(length, self.config.mtp_horizon)]
         if heads:
             self._parallel_step(ids_B, torch.tensor(heads, device=ids_B.device), cache)
@@ -180,11 +180,11 @@ class DMTDQwen3Model(DMTDQwen3PreTrainedModel):
         return self._sequential(hidden_BX[:, None], query, keys, exchange)
 
     def _parallel_step(self, ids_B: torch.Tensor, row_R: torch.Tensor, cache: DMTDCache) -> None:
-        """Compute the shadow block of the rows that stand at a cycle head, and save its hidden states.
+        """Compute the shadow block of the rows that are at a cycle head, and save its hidden states.
 
-        With history "real" the cycle just ended goes through the same pass, before the block, as real tokens: its K and V join
-        the cache, the block's do not (docs/method.md, section 7.3). With history "shadow" the block's join it (docs/method.md,
-        section 8.2).
+        With history "real" the cycle that has just ended goes through the same pass as real tokens, ahead of the block: its K and
+        V are added to the cache, the block's are not (docs/method.md, section 7.3). With history "shadow" the block's are added
+        (docs/method.md, section 8.2).
         """
         assert cache.shadow_hidden_BCX is not None and cache.cycle_ids_BC is not None
         cycle_length, is_real = self.config.mtp_horizon, self.config.dmtd_history_mode == "real"
@@ -225,8 +225,8 @@ class DMTDQwen3Model(DMTDQwen3PreTrainedModel):
     def _parallel(
         self, hidden_BTX: torch.Tensor, queries: Slots, keys: Slots, exchange: KeyValueExchange, *, num_real: int
     ) -> torch.Tensor:
-        """The parallel layers. The first `num_real` slots stop at the last layer's K and V; the others come out, on the device on
-        which they went in.
+        """The parallel layers. The first `num_real` slots end at the last layer's K and V; the hidden states of the others are
+        returned, on the device of the input.
         """
         run, device = self._pass(hidden_BTX, queries, keys, exchange), hidden_BTX.device
         *earlier, last = self.layers[: self.config.num_parallel_layers]
@@ -244,8 +244,8 @@ class DMTDQwen3Model(DMTDQwen3PreTrainedModel):
 def stored_slots(num_rows: int, num_stored: int, *, is_real: bool, device: torch.device) -> Slots:
     """Entries `[num_rows, num_stored]` of a cache as key slots: entry j holds position j.
 
-    Rows differ in length, and those shorter than the longest have entries not yet written. Every one of them lies after the
-    positions that the row's queries may see, so the rule hides them without being told.
+    Rows differ in length, and those shorter than the longest have entries not yet written. These all lie after the positions that
+    the row's queries may see, so the visibility rule hides them without special treatment.
     """
     position_RT = torch.arange(num_stored, device=device).expand(num_rows, -1)
     return Slots.of(torch.zeros_like(position_RT), position_RT, is_real=is_real)
@@ -277,18 +277,18 @@ class DMTDQwen3ForCausalLM(DMTDQwen3PreTrainedModel, GenerationMixin):
         cache: DMTDCache | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast | tuple:
-        """Next-token logits, as training computes them, or one or more further tokens of a cycled decoding.
+        """Next-token logits, as in training, or for one or more further tokens of cycled decoding.
 
         Args:
             input_ids: Token ids `[B, n]`.
             attention_mask: `[B, n]`, 0 at padding, which is never seen; positions count from each row's first token.
-            position_ids: `[B, n]`; each 0 starts a document of a packed row. Left out: one document a row.
+            position_ids: `[B, n]`; each 0 starts a document of a packed row. Without them, each row is one document.
             past_key_values: Older name of `cache`.
             inputs_embeds: Refused: the shadow stream needs ids.
             labels: `[B, n]`, -100 where there is no target; shifted here, as everywhere in transformers. First tokens of
                 documents and padding are never targets.
             use_cache: Return a cache that further calls continue. Default: only if one is passed.
-            logits_to_keep: Compute logits of this many last columns only (or of these columns); 0 means all.
+            logits_to_keep: Compute logits only for this many of the last columns (or for these columns); 0 means all.
             cache: A `DMTDCache`, empty or returned by an earlier call.
             kwargs: `num_items_in_batch` for the loss, and `return_dict`.
 
@@ -296,7 +296,7 @@ class DMTDQwen3ForCausalLM(DMTDQwen3PreTrainedModel, GenerationMixin):
             `loss`, `logits` `[B, n, V]` (padding columns hold no prediction) and the cache.
 
         Raises:
-            ValueError: Something that these models cannot do; the message says what to do instead.
+            ValueError: The call asks for something that these models cannot do; the message says what to do instead.
         """
         if labels is not None and not (isinstance(logits_to_keep, int) and logits_to_keep == 0):
             raise refusal(found="labels and logits_to_keep", required="logits of every column for a loss", remedy="leave one out")
@@ -323,10 +323,11 @@ class DMTDQwen3ForCausalLM(DMTDQwen3PreTrainedModel, GenerationMixin):
         return result if kwargs.get("return_dict") is not False else result.to_tuple()
 
     def generate(self, inputs=None, generation_config=None, *args, **kwargs):
-        """Transformers' `generate`, in cycles; greedy, sampling and beam search, with every processor and stopping rule.
+        """Transformers' `generate`, in cycles: greedy, sampling and beam search, with every logits processor and stopping
+        criterion.
 
         Raises:
-            ValueError: An option that would need a cache that goes backwards, has a fixed size, or takes a prompt in pieces.
+            ValueError: An option would need a cache that can be rolled back, has a fixed size, or accepts a prompt in chunks.
         """
         config = generation_config or self.generation_config
         for name in REFUSED_GENERATION:
@@ -341,12 +342,12 @@ class DMTDQwen3ForCausalLM(DMTDQwen3PreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        """False: `generate` leaves it to `forward` to make the cache, since no other kind would do."""
+        """False: `generate` leaves it to `forward` to create the cache, since no other kind works."""
         return False
 
 
 def check_arguments(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, others: dict) -> None:
-    """Refuse what the forward pass cannot take, by name."""
+    """Refuse arguments that the forward pass cannot handle, by name."""
     if inputs_embeds is not None:
         raise refusal(
             found="inputs_embeds", required="input_ids: MASK ids stand between the cycle heads", remedy="pass input_ids"
@@ -385,7 +386,7 @@ def choose_cache(
 
 
 def check_prompt(columns: Columns) -> None:
-    """Refuse prompts that a cache cannot be filled from: packed rows, empty rows, padding on the right."""
+    """Refuse prompts that cannot fill a cache: packed rows, empty rows, padding on the right."""
     if int(columns.document_Bn.max()) > 0:
         raise refusal(
             found="a row of several documents (position_ids restart at 0) and a cache",
@@ -421,7 +422,7 @@ def check_continuation(
 
 
 def real_targets(labels_Bn: torch.Tensor, columns: Columns) -> torch.Tensor:
-    """Labels without those that no token of the same document precedes."""
+    """Labels, without those that no token of the same document precedes."""
     follows_Bn = columns.is_token_Bn & (columns.position_Bn > 0)
     return labels_Bn.masked_fill(~follows_Bn.to(labels_Bn.device), -100)
 

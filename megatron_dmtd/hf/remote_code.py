@@ -1,6 +1,6 @@
 """The code that travels with an export, so that torch and transformers alone can load it with `trust_remote_code=True`.
 
-The rule of cycles is `cycle/rule.py`, verbatim, under the name that the other files import.
+The rule of cycles is `cycle/rule.py`, verbatim, under the name by which the other files import it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The accelerator or CPU that Megatron runs on."""
+"""The GPU or CPU that Megatron runs on."""
 
 from megatron_dmtd.platform.device import Platform, current_platform, prepare_megatron
 

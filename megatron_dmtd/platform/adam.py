@@ -1,8 +1,8 @@
 """Adam with the interface of Apex's FusedAdam, on torch's own fused kernel.
 
-Megatron's distributed optimizer saves and loads state only for optimizers that keep `step` in their parameter groups, as Apex's
-and Transformer Engine's do; torch's keeps it per parameter, and its checkpoints cannot be loaded (megatron-core 0.16.1). This
-class stands in where neither library is installed. It goes when Megatron accepts torch's layout.
+Megatron's distributed optimizer saves and loads state only for optimizers that keep `step` in their parameter groups, as those of
+Apex and Transformer Engine do; torch's keeps it per parameter, and its checkpoints cannot be loaded (megatron-core 0.16.1). This
+class is used if neither library is installed. It can be removed once Megatron accepts torch's layout.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """AdamW (or Adam with L2 where `adam_w_mode` is false) that counts steps per parameter group."""
+    """AdamW (or Adam with L2 if `adam_w_mode` is false) that counts steps per parameter group."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient; no closures."""
+        """Update every parameter that has a gradient. Closures are not supported."""
         assert closure is None, "FusedAdam takes no closure"
         kernel = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
         for group in self.param_groups:
@@ -46,7 +46,7 @@ class FusedAdam(torch.optim.Optimizer):
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [],
-                # The kernel reads each step as "already counted".
+                # The kernel expects steps that already count this update.
                 [torch.tensor(float(group["step"]), device=param.device) for param in params],
                 lr=group["lr"],
                 beta1=beta1,

@@ -1,9 +1,9 @@
-"""Megatron-Core on a machine without CUDA: the only home of what that takes.
+"""Everything that Megatron-Core needs to run on a machine without CUDA, and only here.
 
-Megatron-Core names its device in code (`device="cuda"`, `torch.cuda.current_device()`, `param.type()`). Here every loaded
-`megatron.core` module sees, in place of its global `torch`, a proxy that answers those calls for the CPU and forwards the rest;
-torch itself is not changed for anybody else, save for two tensor methods that look at who calls them. Checked against
-megatron-core 0.16.1; a later version may need more names. Nothing else in this project may patch a library.
+Megatron-Core hard-codes its device (`device="cuda"`, `torch.cuda.current_device()`, `param.type()`). This module replaces the
+global `torch` of every loaded `megatron.core` module by a proxy that answers those calls for the CPU and forwards the rest. For
+all other code torch is unchanged, except for two tensor methods that check who calls them. Verified with megatron-core 0.16.1; a
+later version may need more names. Nothing else in this project may patch a library.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _FACTORIES = (
     "zeros",
     "zeros_like",
 )
-#: modules that define kernels or compile functions: a proxy in place of torch breaks them, and they hold no device calls we reach
+#: modules that define kernels or compile functions: a proxy in place of torch breaks them, and we reach none of their device
+#: calls
 _NOT_PROXIED = ("megatron.core.fusions", "megatron.core.extensions", "megatron.core.jit")
 
 
@@ -51,7 +52,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 class _CudaNames(types.ModuleType):
-    """What `torch.cuda` means to Megatron on a CPU; names that are not here are the real ones, which fail by themselves."""
+    """`torch.cuda` as Megatron sees it on a CPU; names not defined here are the real ones, which raise their own errors."""
 
     def __init__(self) -> None:
         super().__init__("torch.cuda")
@@ -88,7 +89,7 @@ def _called_by_megatron() -> bool:
 
 
 def _patch_tensor_methods() -> None:
-    """`Tensor.type()` and `Tensor.cuda()` answer as on CUDA when `megatron.core` asks: its optimizers compare type names."""
+    """`Tensor.type()` and `Tensor.cuda()` act as on CUDA when `megatron.core` calls them: its optimizers compare type names."""
     real_type, real_cuda = torch.Tensor.type, torch.Tensor.cuda
 
     def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +106,7 @@ def _patch_tensor_methods() -> None:
 
 
 def _patch_rng() -> None:
-    """The RNG tracker keeps CPU generator states."""
+    """Make the RNG tracker hold states of the CPU generator."""
     from megatron.core.tensor_parallel import random as megatron_random
 
     def get_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
@@ -116,7 +117,7 @@ def _patch_rng() -> None:
 
     @contextlib.contextmanager
     def fork(self: Any, name: str = megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
-        # The original also warns when the CPU generator moved, which here is the point.
+        # The original warns if the CPU generator advanced, which is intended here.
         assert name in self.states_, f"random state {name} is not among {sorted(self.states_)}"
         outer = torch.get_rng_state()
         torch.set_rng_state(self.states_[name])
@@ -141,9 +142,9 @@ _patched = False
 
 
 def install() -> None:
-    """Make the loaded `megatron.core` modules run on the CPU. Safe to call again, as after importing more of them.
+    """Make the loaded `megatron.core` modules run on the CPU. Can be called again, for example after more of them are imported.
 
-    Raises `CapabilityError` where CUDA is available: there Megatron must stay as it is.
+    Raises `CapabilityError` if CUDA is available: Megatron must not be changed there.
     """
     global _patched
     if torch.cuda.is_available():

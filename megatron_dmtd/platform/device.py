@@ -1,4 +1,4 @@
-"""The device that a run uses. The rest of the project asks here, never `torch.cuda`."""
+"""The device that a run uses. The rest of the project asks this module rather than `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-#: everything of Megatron-Core that this project reaches, so that the CPU shim finds it loaded; some of it Megatron imports lazily
+#: all modules of Megatron-Core that this project reaches, so that the CPU shim finds them loaded; Megatron imports some lazily
 _MEGATRON_MODULES = (
     "megatron.core.dist_checkpointing",
     "megatron.core.dist_checkpointing.strategies.async_utils",
@@ -35,10 +35,10 @@ _MEGATRON_MODULES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Platform:
-    """One process's device and the collectives that serve it."""
+    """One process's device, and its backend for collectives."""
 
     device: torch.device
-    """Where parameters and batches live."""
+    """The device of parameters and batches."""
     backend: str
     """Backend of torch.distributed: `nccl` or `gloo`."""
 
@@ -48,12 +48,12 @@ class Platform:
         return self.device.type == "cuda"
 
     def synchronize(self) -> None:
-        """Wait until the device has finished what was queued."""
+        """Wait until the device has finished all queued work."""
         if self.is_cuda:
             torch.cuda.synchronize()
 
     def peak_memory_gib(self) -> float:
-        """Largest memory so far, in GiB: allocated on the GPU, or resident in this process."""
+        """Peak memory so far, in GiB: allocated on the GPU, or resident in this process."""
         if self.is_cuda:
             return torch.cuda.max_memory_allocated() / 2**30
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -65,7 +65,7 @@ class Platform:
 
 
 def current_platform() -> Platform:
-    """The GPU of this process's LOCAL_RANK where there is one, else the CPU."""
+    """The GPU of this process's LOCAL_RANK if there is one, otherwise the CPU."""
     if torch.cuda.is_available():
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         torch.cuda.set_device(index)
@@ -81,9 +81,9 @@ def has_transformer_engine_or_apex() -> bool:
 
 
 def prepare_megatron() -> Platform:
-    """Import Megatron-Core and make it fit this machine. Call it before touching `megatron.core`; safe to call again."""
+    """Import Megatron-Core and adapt it to this machine. Call it before using `megatron.core`; it can be called again."""
     with warnings.catch_warnings():
-        # Megatron warns once per module that Transformer Engine and Apex are absent; which of them serve is in `describe`.
+        # Megatron warns once per module that Transformer Engine and Apex are missing.
         warnings.simplefilter("ignore")
         for name in _MEGATRON_MODULES:
             importlib.import_module(name)
