@@ -32,3 +32,7 @@ class ConversionError(DMTDError):
 
 class CapabilityError(DMTDError):
     """A feature that this machine, package or device lacks."""
+
+
+class ModelError(DMTDError):
+    """A model whose description is unknown, contradicts itself, or asks for something that is not computed here."""

@@ -12,6 +12,7 @@ LAYERS = {
     "cycle": 0,
     "architecture": 0,
     "config": 0,
+    "families": 1,
     "attention": 1,
     "hf": 1,
     "platform": 1,

@@ -18,7 +18,7 @@ from megatron_dmtd.conversion.weight_files import num_bytes_of
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: fields of the model that say how weights were made or used, not what they are
-_NOT_NUMBERS = ("init_std", "max_position_embeddings")
+_NOT_NUMBERS = ("family", "init_std", "max_position_embeddings")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

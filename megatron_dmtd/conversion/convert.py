@@ -18,7 +18,6 @@ from megatron_dmtd.config.validate import validate_cycle
 from megatron_dmtd.conversion.checkpoint_io import TOKENIZER_FOLDER, write_model_checkpoint
 from megatron_dmtd.conversion.directories import refuse_used
 from megatron_dmtd.conversion.gguf import gguf_file, write_as_hf_directory
-from megatron_dmtd.conversion.hf_config import to_hf_config
 from megatron_dmtd.conversion.hf_directory import write_hf_directory
 from megatron_dmtd.conversion.overlap import read_ahead
 from megatron_dmtd.conversion.progress import tensor_bar
@@ -27,6 +26,7 @@ from megatron_dmtd.conversion.sources import Checkpoint, HFDirectory, Source, ve
 from megatron_dmtd.conversion.tokenizer_files import GENERATION_FILE, check_mask, tokenizer_files
 from megatron_dmtd.conversion.weight_files import SHARD_BYTES, num_bytes_of
 from megatron_dmtd.errors import ConversionError
+from megatron_dmtd.families import ModelDescription, write_fields
 
 
 def import_hf(path: str | Path, output: str | Path, *, cycle: CycleConfig | None = None) -> Source:
@@ -115,6 +115,7 @@ def export_hf(
     refuse_used(output)
     with verified_beside(checkpoint, verify=verify) as (source, wait_for_verdict):
         cycle = CycleConfig(variant="vanilla") if as_vanilla else source.cycle
+        fields = write_fields(ModelDescription(model=source.model, cycle=cycle))
         tokenizer_dir = _tokenizer_of_export(source.config, tokenizer_dir)
         check_mask(cycle, tokenizer_dir)
         specs = foreign_specs(source.model, source.stored, dtype=dtype)
@@ -128,7 +129,7 @@ def export_hf(
 
         write_hf_directory(
             output,
-            fields=to_hf_config(source.model, cycle),
+            fields=fields,
             specs=specs,
             tensors=tensors(),
             tokenizer_dir=tokenizer_dir,

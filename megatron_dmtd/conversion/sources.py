@@ -20,7 +20,6 @@ import torch
 from megatron_dmtd.config import Config, CycleConfig, ModelConfig
 from megatron_dmtd.config.validate import validate_model
 from megatron_dmtd.conversion.checkpoint_io import CheckpointTensors, read_checkpoint_config
-from megatron_dmtd.conversion.hf_config import from_hf_config, read_hf_fields
 from megatron_dmtd.conversion.progress import byte_bar
 from megatron_dmtd.conversion.rules import (
     Rule,
@@ -34,6 +33,7 @@ from megatron_dmtd.conversion.rules import (
 )
 from megatron_dmtd.conversion.weight_files import WeightFiles
 from megatron_dmtd.errors import CheckpointError
+from megatron_dmtd.families import ModelDescription, read_directory
 from megatron_dmtd.training.checkpoints import checksums
 from megatron_dmtd.training.checkpoints.paths import find_step_directory
 
@@ -44,6 +44,7 @@ class Source(Protocol):
     kind: str
     """Its format, in words."""
     directory: Path
+    description: ModelDescription
     model: ModelConfig
     cycle: CycleConfig
     stored: Mapping[str, TensorSpec]
@@ -67,9 +68,10 @@ class HFDirectory:
     kind = "Hugging Face directory"
 
     def __init__(self, directory: str | Path) -> None:
-        """Raises `ConversionError` or `ConfigError` if it is no such model, or not every tensor is accounted for."""
+        """Raises `ModelError`, `ConfigError` or `ConversionError` if it is no such model, or a tensor is not accounted for."""
         self.directory = Path(directory)
-        self.model, self.cycle = from_hf_config(read_hf_fields(self.directory))
+        self.description = read_directory(self.directory)
+        self.model, self.cycle = self.description.model, self.description.cycle
         self._files = WeightFiles(self.directory)
         self.stored: Mapping[str, TensorSpec] = self._files.specs
         check_foreign(self.model, self.stored)
@@ -123,6 +125,7 @@ class Checkpoint:
         if verify and checksums.must_be_verified(self.directory):
             _verify(self.directory)
         self.config: Config = read_checkpoint_config(self.directory)
+        self.description = ModelDescription(model=self.config.model, cycle=self.config.cycle)
         self.model, self.cycle = self.config.model, self.config.cycle
         validate_model(self.model)
         self._tensors = CheckpointTensors(self.directory)

@@ -199,6 +199,6 @@ def test_what_is_no_model_is_refused(tmp_path):
         open_source(tmp_path)
     save_plain(tmp_path / "hf", qk_norm=True, tied=True)
     fields = json.loads((tmp_path / "hf/config.json").read_text())
-    (tmp_path / "hf/config.json").write_text(json.dumps(fields | {"num_hidden_layers": 3}))
+    (tmp_path / "hf/config.json").write_text(json.dumps(fields | {"num_hidden_layers": 3, "layer_types": None}))
     with pytest.raises(ConversionError, match=r"unknown: model\.layers\.3\."):
         open_source(tmp_path / "hf")

@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dmtd.config import CycleConfig
 from megatron_dmtd.conversion.convert import export_hf, import_hf
-from megatron_dmtd.conversion.hf_config import from_hf_config
 from megatron_dmtd.cycle import VARIANTS
-from megatron_dmtd.errors import ConversionError
+from megatron_dmtd.errors import ModelError
+from megatron_dmtd.families import read_fields
 from megatron_dmtd.hf import DMTDQwen3Config, DMTDQwen3ForCausalLM
 from tests.support.hf_models import change_fields, random_hf_directory, save_tokenizer, small_model
 
@@ -95,7 +95,8 @@ def test_fields_that_are_left_out_mean_what_they_mean_in_the_family():
     sizes = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32}
     split = {"mtp_horizon": 4, "num_parallel_layers": 28, "num_sequential_layers": 8, "mask_token_id": 151660}
     fields = {"model_type": "dmtdqwen3", "vocab_size": 151936} | sizes | split
-    model, cycle = from_hf_config(fields)
+    description = read_fields(fields)
+    model, cycle = description.model, description.cycle
     config = DMTDQwen3Config(**fields)
     assert (model.num_key_value_heads, model.head_dim, model.max_position_embeddings, model.qk_norm) == (8, 128, 40960, True)
     assert model.tie_word_embeddings and model.rope_theta == 1e6 and cycle.variant == "causal-norefresh"
@@ -114,7 +115,7 @@ def test_fields_that_are_left_out_mean_what_they_mean_in_the_family():
 )
 def test_dmtd_without_look_ahead_is_refused_by_name(tmp_path, changes, named):
     theirs = their_directory(tmp_path, "causal-refresh", **changes)
-    with pytest.raises(ConversionError) as caught:
+    with pytest.raises(ModelError) as caught:
         import_hf(theirs, tmp_path / "start")
     assert named in caught.value.found
     with pytest.raises(ValueError, match=named.split()[0]):

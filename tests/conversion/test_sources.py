@@ -8,7 +8,7 @@ from megatron_dmtd.conversion.convert import export_hf, import_hf
 from megatron_dmtd.conversion.rules import rules, spec_of
 from megatron_dmtd.conversion.sources import Checkpoint, HFDirectory, num_parameters, open_source, verified_beside
 from megatron_dmtd.conversion.weight_files import WeightFiles, write_weights
-from megatron_dmtd.errors import CheckpointError, ConversionError
+from megatron_dmtd.errors import CheckpointError, ConversionError, ModelError
 from megatron_dmtd.training.checkpoints import checksums, paths
 from tests.support.hf_models import change_fields, random_hf_directory, small_model
 
@@ -108,7 +108,7 @@ def test_what_is_neither_format_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="neither"):
         open_source(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps([]))
-    with pytest.raises(ConversionError, match="holds no object"):
+    with pytest.raises(ModelError, match="holds no object"):
         open_source(tmp_path)
 
 

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from megatron_dmtd.config import Config, CycleConfig, from_yaml
-from megatron_dmtd.conversion.hf_config import to_hf_config
 from megatron_dmtd.conversion.rules import check_own, foreign_specs, own_specs, spec_of
 from megatron_dmtd.cycle import VARIANTS
+from megatron_dmtd.families import ModelDescription, write_fields
 from tests.support.ranks import run_ranks
 from tests.support.tiny import with_settings, write_corpus
 
@@ -77,7 +77,7 @@ def test_a_step_of_each_recipe_fits_together_at_full_size():
 def test_the_published_architecture_has_exactly_the_tensors_that_an_import_asks_for(name):
     """transformers builds the ordinary model on the meta device; names and shapes go through the conversion's rules and back."""
     model = recipe(name, "vanilla").model
-    fields = to_hf_config(model, CycleConfig(variant="vanilla"))
+    fields = write_fields(ModelDescription(model=model, cycle=CycleConfig(variant="vanilla")))
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(PUBLISHED[name][0](**fields))
     published = {key: spec_of(tensor) for key, tensor in built.named_parameters()}

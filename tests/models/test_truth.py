@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_dmtd.config import Config
-from megatron_dmtd.conversion.hf_config import to_hf_config
+from megatron_dmtd.families import ModelDescription, write_fields
 from tests.oracles.parallel_dmtd import teacher_forced_logits, vanilla_logits
 from tests.support.oracle_weights import own_tensors, shape_of, wide_weights
 from tests.support.ranks import run_ranks
@@ -51,10 +51,16 @@ def megatron_logits(
     return model(tokens_BN, positions, document_lengths=(documents,) * len(tokens_BN))
 
 
-def _hugging_face_logits(config: Config, weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+def hf_model(config: Config) -> Any:
+    """The exported model code with random weights."""
     from megatron_dmtd.hf import DMTDQwen3Config, DMTDQwen3ForCausalLM
 
-    model = DMTDQwen3ForCausalLM(DMTDQwen3Config(**to_hf_config(config.model, config.cycle)))
+    return DMTDQwen3ForCausalLM(DMTDQwen3Config(**write_fields(ModelDescription(model=config.model, cycle=config.cycle))))
+
+
+def _hugging_face_logits(config: Config, weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+
+    model = hf_model(config)
     result = model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=False)
     assert not result.unexpected_keys and set(result.missing_keys) <= {"lm_head.weight"}
     with torch.no_grad():
@@ -197,7 +203,9 @@ def test_megatron_gradients_equal_hugging_face_autograd(variant: str, model: dic
     weights = {name: tensor * (0.3 if "embed" in name else 1.0) for name, tensor in wide_weights(config).items()}
     tokens = _tokens(1, 32, seed=5)
     found = to_hf(config.model, run_ranks(1, megatron_gradients, config, own_tensors(config, weights), tokens)[0])
-    reference = DMTDQwen3ForCausalLM(DMTDQwen3Config(**to_hf_config(config.model, config.cycle))).double()
+    reference = DMTDQwen3ForCausalLM(
+        DMTDQwen3Config(**write_fields(ModelDescription(model=config.model, cycle=config.cycle)))
+    ).double()
     reference.load_state_dict(weights, strict=False)
     (reference(tokens, labels=tokens).loss * 31).backward()
     expected = {name: parameter.grad for name, parameter in reference.named_parameters() if parameter.grad is not None}

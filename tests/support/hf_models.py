@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from megatron_dmtd.config import CycleConfig, ModelConfig
-from megatron_dmtd.conversion.hf_config import to_hf_config
 from megatron_dmtd.conversion.hf_directory import write_hf_directory
 from megatron_dmtd.conversion.rules import TensorSpec, rules
+from megatron_dmtd.families import ModelDescription, write_fields
 
 VANILLA = CycleConfig(variant="vanilla")
 
@@ -51,7 +51,7 @@ def random_hf_directory(
             noise = _noise(spec, generator)
             yield name, noise.mul_(0.2).add_(1) if len(spec.shape) == 1 else noise.mul_(spec.shape[-1] ** -0.5)
 
-    fields = to_hf_config(model, cycle)
+    fields = write_fields(ModelDescription(model=model, cycle=cycle))
     write_hf_directory(
         directory, fields=fields, specs=specs, tensors=tensors(), tokenizer_dir=tokenizer_dir, shard_bytes=shard_bytes
     )

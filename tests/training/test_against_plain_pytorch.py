@@ -40,11 +40,11 @@ def megatron_run(config: Config) -> tuple[dict[str, torch.Tensor], list[Any], li
 def _plain_run(
     config: Config, weights: dict[str, torch.Tensor], batches: list[Any], rates: list[float]
 ) -> list[tuple[float, float]]:
-    from megatron_dmtd.conversion.hf_config import to_hf_config
     from megatron_dmtd.conversion.rules import to_hf
+    from megatron_dmtd.families import ModelDescription, write_fields
     from megatron_dmtd.hf import DMTDQwen3Config, DMTDQwen3ForCausalLM
 
-    model = DMTDQwen3ForCausalLM(DMTDQwen3Config(**to_hf_config(config.model, config.cycle)))
+    model = DMTDQwen3ForCausalLM(DMTDQwen3Config(**write_fields(ModelDescription(model=config.model, cycle=config.cycle))))
     model.load_state_dict(to_hf(config.model, weights), strict=False)
     model.tie_weights()
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]

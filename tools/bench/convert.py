@@ -28,10 +28,10 @@ import torch
 from megatron_dmtd.config import CycleConfig, ModelConfig
 from megatron_dmtd.conversion.compare import compare
 from megatron_dmtd.conversion.convert import export_hf, import_hf
-from megatron_dmtd.conversion.hf_config import to_hf_config
 from megatron_dmtd.conversion.hf_directory import write_hf_directory
 from megatron_dmtd.conversion.rules import TensorSpec, rules
 from megatron_dmtd.conversion.sources import open_source
+from megatron_dmtd.families import ModelDescription, write_fields
 
 _CONVERSIONS = {"import": import_hf, "export": export_hf}
 
@@ -52,7 +52,7 @@ def make_directory(directory: Path, model: ModelConfig) -> None:
     specs = {name: TensorSpec(shape, torch.bfloat16) for rule in rules(model) for name, shape in rule.foreign}
     generator = torch.Generator().manual_seed(0)
     tensors = ((name, torch.empty(spec.shape, dtype=spec.dtype).normal_(generator=generator)) for name, spec in specs.items())
-    fields = to_hf_config(model, CycleConfig(variant="vanilla"))
+    fields = write_fields(ModelDescription(model=model, cycle=CycleConfig(variant="vanilla")))
     write_hf_directory(directory, fields=fields, specs=specs, tensors=tensors)
 
 

@@ -123,7 +123,7 @@ def gpt_model(config: Any) -> torch.nn.Module:
 
 def forms(names: Sequence[str], size: str, seq_length: int, platform: Any) -> dict[str, Callable[[], None]]:
     """One step of the baseline and of each form of `names`, by name."""
-    from megatron_dmtd.conversion.hf_config import to_hf_config
+    from megatron_dmtd.families import ModelDescription, write_fields
     from megatron_dmtd.hf import DMTDQwen3Config, DMTDQwen3ForCausalLM
     from megatron_dmtd.training.setup import build_models
 
@@ -144,7 +144,7 @@ def forms(names: Sequence[str], size: str, seq_length: int, platform: Any) -> di
         add(variant, model, lambda m: m(tokens, positions, tokens, document_lengths=((seq_length,),)))
     for variant in (variant for variant in VARIANTS if f"HF {variant}" in names):
         config = config_of(size, variant, seq_length)
-        hf = DMTDQwen3ForCausalLM(DMTDQwen3Config(**to_hf_config(config.model, config.cycle)))
+        hf = DMTDQwen3ForCausalLM(DMTDQwen3Config(**write_fields(ModelDescription(model=config.model, cycle=config.cycle))))
         add(f"HF {variant}", hf, lambda m: m(tokens, labels=tokens, use_cache=False).loss)
     return steps
 

@@ -1,0 +1,42 @@
+"""Hugging Face's names of a decoder's tensors: Llama's, which Qwen, Mistral and the published DMTD checkpoints have too."""
+
+from __future__ import annotations
+
+from megatron_dmtd.architecture import DecoderSpec, TensorShape, decoder_tensors
+from megatron_dmtd.architecture import tensors as own
+
+HEAD = "lm_head.weight"
+TABLE = "model.embed_tokens.weight"
+
+_WHOLE = {
+    f"{own.EMBEDDING}.weight": TABLE,
+    f"{own.FINAL_NORM}.weight": "model.norm.weight",
+    f"{own.HEAD}.weight": HEAD,
+}
+_PARTS = {
+    own.ATTENTION_NORM: "input_layernorm",
+    own.QUERY: "self_attn.q_proj",
+    own.KEY: "self_attn.k_proj",
+    own.VALUE: "self_attn.v_proj",
+    own.QUERY_NORM: "self_attn.q_norm",
+    own.KEY_NORM: "self_attn.k_norm",
+    own.OUTPUT: "self_attn.o_proj",
+    own.MLP_NORM: "post_attention_layernorm",
+    own.GATE: "mlp.gate_proj",
+    own.UP: "mlp.up_proj",
+    own.DOWN: "mlp.down_proj",
+}
+
+
+def hf_name(name: str) -> str:
+    """Hugging Face's name of a tensor, from the one that `architecture.tensors` gives it."""
+    if name in _WHOLE:
+        return _WHOLE[name]
+    _, layer, part = name.split(".", 2)
+    part, kind = part.rsplit(".", 1)
+    return f"model.layers.{layer}.{_PARTS[part]}.{kind}"
+
+
+def hf_tensors(decoder: DecoderSpec) -> dict[str, TensorShape]:
+    """Name and shape of every tensor of a decoder, in the order of its layers."""
+    return {hf_name(name): shape for name, shape in decoder_tensors(decoder).items()}
