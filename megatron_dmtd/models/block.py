@@ -14,26 +14,26 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.utils import make_viewless_tensor
 
-from megatron_dmtd.config import CycleConfig, ModelConfig
+from megatron_dmtd.architecture import Stream, Visit
+from megatron_dmtd.config import ModelConfig
 from megatron_dmtd.models.layers import layer_spec
 from megatron_dmtd.models.norm import RMSNorm
 from megatron_dmtd.models.streams import Streams
-from megatron_dmtd.parallel.placement import Stage, num_parallel_layers
+from megatron_dmtd.parallel.placement import Stage
 
 
-def layer_kind(layer: int, model: ModelConfig, cycle: CycleConfig) -> str:
-    """The kind of layer `layer`, from 0: see `attention_core.LAYER_KINDS`."""
-    parallel = num_parallel_layers(model, cycle)
-    if layer >= parallel:
+def layer_kind(visit: Visit) -> str:
+    """The kind of a layer: see `attention_core.LAYER_KINDS`."""
+    if visit.streams == (Stream.REAL,):
         return "sequential"
-    return "last_parallel" if layer == parallel - 1 and cycle.history == "real" else "parallel"
+    return "last_parallel" if len(visit.outputs) < len(visit.streams) else "parallel"
 
 
 class CycleBlock(TransformerBlock):
     """Megatron's TransformerBlock, whose layers differ in kind, and which adds `Embed(x)` before the first sequential layer."""
 
-    def __init__(self, config: Any, *, model: ModelConfig, cycle: CycleConfig, stage: Stage, pg_collection: Any) -> None:
-        self.kinds = [layer_kind(layer, model, cycle) for layer in stage.layers]
+    def __init__(self, config: Any, *, model: ModelConfig, stage: Stage, pg_collection: Any) -> None:
+        self.kinds = [layer_kind(visit) for visit in stage.visits]
         self.split = self.kinds.index("sequential") if stage.has_split else None
         specs = [layer_spec(layer_kind=kind, qk_norm=model.qk_norm) for kind in self.kinds]
         super().__init__(

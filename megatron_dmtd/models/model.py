@@ -56,7 +56,7 @@ class CycleModel(LanguageModule):
         self._mark_table_copies()
 
     def _build(self, groups: Any) -> None:
-        config, model = self.settings, self.settings.model
+        model = self.settings.model
         if self.stage.has_embedding:
             self.embedding = LanguageModelEmbedding(
                 config=self.config,
@@ -72,7 +72,7 @@ class CycleModel(LanguageModule):
             use_cpu_initialization=self.config.use_cpu_initialization,
             cp_group=groups.cp,
         )
-        self.decoder = CycleBlock(self.config, model=model, cycle=config.cycle, stage=self.stage, pg_collection=groups)
+        self.decoder = CycleBlock(self.config, model=model, stage=self.stage, pg_collection=groups)
         if self.stage.has_output:
             self.output_layer = tensor_parallel.ColumnParallelLinear(
                 model.hidden_size,

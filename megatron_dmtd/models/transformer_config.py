@@ -23,11 +23,9 @@ def pipeline_layout(placement: Placement) -> list[list[str]] | None:
     ]
 
 
-def _streams_change_between_stages(config: Config, placement: Placement) -> bool:
-    """Whether hidden states of two streams (2B rows) cross one boundary and of one stream (B rows) another."""
-    if config.cycle.is_vanilla or config.cycle.history != "real":
-        return False
-    return sum(stage.first_layer < config.cycle.num_parallel_layers for stage in placement.stages) > 1
+def _shapes_vary_between_stages(placement: Placement) -> bool:
+    """Whether hidden states of several streams, whose rows are more than a microbatch's, cross a stage boundary."""
+    return any(len(stage.visits[0].streams) > 1 for stage in placement.stages[1:])
 
 
 def _recompute_settings(config: Config) -> dict[str, Any]:
@@ -75,7 +73,7 @@ def transformer_config(config: Config, *, on_cuda: bool) -> Any:
         overlap_p2p_comm=parallel.virtual_stages > 1,
         batch_p2p_comm=parallel.virtual_stages == 1,
         sequence_parallel=parallel.sequence_parallel,
-        variable_seq_lengths=_streams_change_between_stages(config, placement),
+        variable_seq_lengths=_shapes_vary_between_stages(placement),
         moe_token_dispatcher_type="alltoall",  # required beside variable_seq_lengths, for dense models too
         pipeline_dtype=dtype,
         params_dtype=dtype,

@@ -1,19 +1,22 @@
-"""Which layers and embedding copies live on which pipeline stage, as data.
+"""Which visits of a schedule, and which copies of the embedding table, live on which pipeline stage, as data.
 
-No torch: `tools/plan.py` reads this without starting anything. Stage balance uses the cost of a layer in streams: a parallel
-layer of a Refresh model carries two token streams (real and shadow), every other layer one.
+No torch: `tools/plan.py` reads this without starting anything. Stages are balanced by the weights that they multiply: a visit
+counts once for each stream that enters it (real and shadow in the parallel layers of a Refresh model), the output head as itself.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_dmtd.config import Config, CycleConfig, ModelConfig
+from megatron_dmtd.architecture import Schedule, Visit
+from megatron_dmtd.architecture.flops import matrix_weights
+from megatron_dmtd.config import Config, ParallelConfig
+from megatron_dmtd.config.decoder import schedule_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """One pipeline stage: a run of consecutive layers."""
+    """One pipeline stage: a run of consecutive visits, and the layers that they name."""
 
     index: int
     """Place in the pipeline, over all ranks and their virtual stages."""
@@ -21,21 +24,39 @@ class Stage:
     """Pipeline rank that holds it."""
     virtual: int
     """Which of that rank's stages it is, from 0."""
-    first_layer: int
-    """Index of its first layer, from 0."""
-    num_layers: int
-    """Its layers; at least one."""
+    first_visit: int
+    """Index of its first visit in the schedule, from 0."""
+    visits: tuple[Visit, ...]
+    """Its visits, in order; at least one."""
     has_input_embedding: bool
-    """Whether it embeds the parallel (or, for vanilla, the only) stream: the first stage."""
+    """Whether it embeds the streams that enter the first visit: the first stage."""
     has_split: bool
-    """Whether the first sequential layer is here, so that `Embed(x)` is added here."""
+    """Whether the sequential pass begins here, so that `Embed(x)` is added here."""
     has_output: bool
     """Whether final norm, head and loss are here: the last stage."""
 
+    def __post_init__(self) -> None:
+        assert self.visits and self.layers == tuple(range(self.first_layer, self.first_layer + self.num_layers)), self
+
     @property
-    def layers(self) -> range:
-        """The layers of this stage, from 0."""
-        return range(self.first_layer, self.first_layer + self.num_layers)
+    def layers(self) -> tuple[int, ...]:
+        """The layers whose weights live here, from 0, each once."""
+        return tuple(dict.fromkeys(visit.layer for visit in self.visits))
+
+    @property
+    def first_layer(self) -> int:
+        """Index of its first layer, from 0."""
+        return self.visits[0].layer
+
+    @property
+    def num_layers(self) -> int:
+        """Layers whose weights live here."""
+        return len(self.layers)
+
+    @property
+    def next_visit(self) -> int:
+        """Index in the schedule of the visit that follows its last one."""
+        return self.first_visit + len(self.visits)
 
     @property
     def has_embedding(self) -> bool:
@@ -45,25 +66,29 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """All stages, in order."""
+    """A schedule cut into stages, in order."""
 
+    schedule: Schedule
     stages: tuple[Stage, ...]
     num_ranks: int
     """Pipeline ranks."""
-    tied: bool
-    """Whether the output head is the embedding table."""
 
     def __post_init__(self) -> None:
-        expected = 0
         for index, stage in enumerate(self.stages):
-            assert stage.index == index and stage.num_layers >= 1 and stage.first_layer == expected, stage
-            assert stage.index == stage.virtual * self.num_ranks + stage.rank, stage
-            expected += stage.num_layers
-        assert sum(stage.has_split for stage in self.stages) <= 1, self.stages
+            assert stage.index == index == stage.virtual * self.num_ranks + stage.rank, stage
+        assert tuple(visit for stage in self.stages for visit in stage.visits) == self.schedule.visits, self.stages
+        assert sum(stage.has_split for stage in self.stages) == (self.schedule.split > 0), self.stages
+        layers = [layer for stage in self.stages for layer in stage.layers]
+        assert len(set(layers)) == len(layers), f"a layer on two stages: {layers}"
 
     def stages_of(self, rank: int) -> tuple[Stage, ...]:
         """The stages of a pipeline rank, in order."""
         return tuple(stage for stage in self.stages if stage.rank == rank)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output head is the embedding table."""
+        return self.schedule.decoder.tie_word_embeddings
 
     @property
     def table_ranks(self) -> tuple[int, ...]:
@@ -76,88 +101,79 @@ class Placement:
         return tuple(stage.index for stage in self.stages if stage.has_embedding or (self.tied and stage.has_output))
 
 
-def num_parallel_layers(model: ModelConfig, cycle: CycleConfig) -> int:
-    """Parallel layers of the model: none in a vanilla one."""
-    del model
-    return 0 if cycle.is_vanilla else cycle.num_parallel_layers
+def visit_cost(schedule: Schedule, visit: Visit) -> int:
+    """Weights that multiply each token of a visit, once for each stream that enters."""
+    return len(visit.streams) * matrix_weights(schedule.layer(visit), schedule.decoder.hidden_size)
 
 
-def layer_costs(model: ModelConfig, cycle: CycleConfig) -> list[float]:
-    """Relative cost of each layer, in token streams."""
-    parallel = num_parallel_layers(model, cycle)
-    streams = 2.0 if not cycle.is_vanilla and cycle.history == "real" else 1.0
-    return [streams if layer < parallel else 1.0 for layer in range(model.num_layers)]
+def head_cost(schedule: Schedule) -> int:
+    """Weights of the output head."""
+    return schedule.decoder.vocab_size * schedule.decoder.hidden_size
 
 
-def head_cost(model: ModelConfig) -> float:
-    """Cost of the output head in layers of this model: the ratio of their weights."""
-    attention = model.hidden_size * model.head_dim * (2 * model.num_attention_heads + 2 * model.num_key_value_heads)
-    return model.vocab_size * model.hidden_size / (attention + 3 * model.hidden_size * model.intermediate_size)
-
-
-def _spread(costs: list[float], stages: int) -> list[int]:
-    """Cut `costs` into `stages` runs of at least one item whose largest sum is smallest (dynamic programming)."""
+def _cut(costs: list[int], num_stages: int) -> list[int]:
+    """Lengths of `num_stages` runs of at least one item whose largest sum is smallest (dynamic programming)."""
     total = len(costs)
-    prefix = [0.0]
+    prefix = [0]
     for cost in costs:
         prefix.append(prefix[-1] + cost)
-    best: dict[tuple[int, int], tuple[float, list[int]]] = {(0, 0): (0.0, [])}
-    for stage in range(1, stages + 1):
-        for end in range(stage, total - (stages - stage) + 1):
+    best: dict[tuple[int, int], tuple[int, list[int]]] = {(0, 0): (0, [])}
+    for stage in range(1, num_stages + 1):
+        for end in range(stage, total - (num_stages - stage) + 1):
             options = [
                 (max(best[stage - 1, start][0], prefix[end] - prefix[start]), [*best[stage - 1, start][1], end - start])
                 for start in range(stage - 1, end)
                 if (stage - 1, start) in best
             ]
             best[stage, end] = min(options)
-    return best[stages, total][1]
+    return best[num_stages, total][1]
 
 
-def _largest(costs: list[float], counts: list[int]) -> float:
-    start, largest = 0, 0.0
+def _largest(costs: list[int], counts: list[int]) -> int:
+    start, largest = 0, 0
     for count in counts:
         largest = max(largest, sum(costs[start : start + count]))
         start += count
     return largest
 
 
-def stage_layers(config: Config) -> tuple[int, ...]:
-    """Layers per stage: as configured, or balanced by cost with a boundary at the parallel/sequential split."""
-    parallel, model, cycle = config.parallel, config.model, config.cycle
-    if parallel.stage_layers:
-        return parallel.stage_layers
-    costs = layer_costs(model, cycle)
-    costs[-1] += head_cost(model)
-    split = num_parallel_layers(model, cycle)
-    num_stages = parallel.pipeline * parallel.virtual_stages
+def stage_visits(schedule: Schedule, *, num_stages: int) -> tuple[int, ...]:
+    """Visits per stage, balanced by cost, with a boundary at the split if there is more than one stage."""
+    costs = [visit_cost(schedule, visit) for visit in schedule.visits]
+    costs[-1] += head_cost(schedule)
+    split = schedule.split
     if num_stages == 1 or split == 0:
-        return tuple(_spread(costs, num_stages))
+        return tuple(_cut(costs, num_stages))
     candidates = []
     for before in range(1, num_stages):
         after = num_stages - before
-        if before <= split and after <= model.num_layers - split:
-            counts = _spread(costs[:split], before) + _spread(costs[split:], after)
+        if before <= split and after <= schedule.num_visits - split:
+            counts = _cut(costs[:split], before) + _cut(costs[split:], after)
             candidates.append((_largest(costs, counts), counts))
     return tuple(min(candidates)[1])
 
 
-def place(config: Config) -> Placement:
-    """The placement of a validated configuration."""
-    counts = stage_layers(config)
-    split = num_parallel_layers(config.model, config.cycle)
+def place_schedule(schedule: Schedule, parallel: ParallelConfig) -> Placement:
+    """A schedule on the pipeline of a validated layout: as configured, or balanced by cost."""
+    counts = parallel.stage_layers or stage_visits(schedule, num_stages=parallel.pipeline * parallel.virtual_stages)
     stages, first = [], 0
     for index, count in enumerate(counts):
         stages.append(
             Stage(
                 index=index,
-                rank=index % config.parallel.pipeline,
-                virtual=index // config.parallel.pipeline,
-                first_layer=first,
-                num_layers=count,
+                rank=index % parallel.pipeline,
+                virtual=index // parallel.pipeline,
+                first_visit=first,
+                visits=schedule.visits[first : first + count],
                 has_input_embedding=index == 0,
-                has_split=split > 0 and first <= split < first + count,
+                has_split=schedule.split > 0 and first <= schedule.split < first + count,
                 has_output=index == len(counts) - 1,
             )
         )
         first += count
-    return Placement(stages=tuple(stages), num_ranks=config.parallel.pipeline, tied=config.model.tie_word_embeddings)
+    return Placement(schedule=schedule, stages=tuple(stages), num_ranks=parallel.pipeline)
+
+
+def place(config: Config) -> Placement:
+    """The placement of a validated configuration."""
+    return place_schedule(schedule_of(config.model, config.cycle), config.parallel)

@@ -11,11 +11,15 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from megatron_dmtd.architecture import Visit, num_parameters
+from megatron_dmtd.architecture.activations import visit_activations_per_token
+from megatron_dmtd.architecture.flops import head_flops, visit_flops
+from megatron_dmtd.architecture.tensors import num_layer_parameters
 from megatron_dmtd.config import Config, batch_size_stages, data_parallel_size, num_microbatches, validate
+from megatron_dmtd.config.decoder import method_of
 from megatron_dmtd.errors import ConfigError
 from megatron_dmtd.models.vocab import padded_vocab_size
 from megatron_dmtd.parallel.placement import Placement, Stage, place
-from megatron_dmtd.training.flops import training_flops
 
 _BYTES = {"fp32": 4, "bf16": 2}
 
@@ -71,78 +75,39 @@ class Plan:
         return sum(plan.weight_bytes + plan.gradient_bytes + plan.optimizer_bytes + plan.activation_bytes for plan in held)
 
 
-def _layer_matrices(config: Config) -> int:
-    model = config.model
-    heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
-    return model.hidden_size * (heads * model.head_dim + 3 * model.intermediate_size)
-
-
-def _layer_vectors(config: Config) -> int:
-    return 2 * config.model.hidden_size + (2 * config.model.head_dim if config.model.qk_norm else 0)
-
-
-def num_model_parameters(config: Config) -> int:
-    """Parameters of the model; the same for every variant."""
-    model = config.model
-    tables = 1 if model.tie_word_embeddings else 2
-    layers = model.num_layers * (_layer_matrices(config) + _layer_vectors(config))
-    return layers + tables * model.vocab_size * model.hidden_size + model.hidden_size
-
-
 def _stage_parameters(config: Config, placement: Placement, stage: Stage) -> int:
     """Parameters of one rank of a stage, padding and copies of the table included."""
-    tensor = config.parallel.tensor
-    table = padded_vocab_size(config.model.vocab_size) * config.model.hidden_size // tensor
+    decoder, tensor = placement.schedule.decoder, config.parallel.tensor
+    table = padded_vocab_size(decoder.vocab_size) * decoder.hidden_size // tensor
     tables = int(stage.index in placement.table_stages) + int(stage.has_output and not placement.tied)
-    final_norm = config.model.hidden_size if stage.has_output else 0
-    layer = _layer_matrices(config) // tensor + _layer_vectors(config)
-    return stage.num_layers * layer + tables * table + final_norm
+    final_norm = decoder.hidden_size if stage.has_output else 0
+    layers = (decoder.layers[layer] for layer in stage.layers)
+    own = sum(num_layer_parameters(layer, decoder.hidden_size, tensor_parallel=tensor) for layer in layers)
+    return own + tables * table + final_norm
 
 
-def _is_two_streams(config: Config) -> bool:
-    return not config.cycle.is_vanilla and config.cycle.history == "real"
-
-
-def _streams_into(config: Config, layer: int) -> int:
-    """Streams that enter a layer."""
-    return 2 if _is_two_streams(config) and layer < config.cycle.num_parallel_layers else 1
-
-
-def layer_activations_per_token(config: Config, *, on_gpu: bool, streams: int = 1) -> float:
-    """Numbers that one layer keeps for the backward pass, per token of one stream and rank.
-
-    Inputs and outputs of both norms; the joint projection of queries, keys and values, what their norms and rotation keep, the
-    attention's output and log-sum-exp, the rotation's angles; the gate and up halves and their product. Without the fused kernels
-    of a GPU the norms keep their normalised inputs too, and the gated activation its parts. A layer of two `streams` keeps each
-    one's attention output and both joined, and on a GPU the keys and values of one joined to the other's.
-    """
-    model, tensor = config.model, config.parallel.tensor
-    sequence = tensor if config.parallel.sequence_parallel else 1
-    queries, keys = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    unfused = 0 if on_gpu else 1
-    query_norm = queries + unfused * (queries + keys) if model.qk_norm else 0
-    attention = (queries + 2 * keys) + query_norm + (queries + keys) + queries + model.num_attention_heads
-    if streams == 2:
-        attention += queries + (2 * keys if on_gpu else 0)
-    feed_forward = (3 + 2 * unfused) * model.intermediate_size
-    return (4 + 2 * unfused) * model.hidden_size / sequence + (attention + feed_forward) / tensor + 4 * model.head_dim
-
-
-def _activation_bytes(config: Config, stage: Stage, in_flight: int, *, on_gpu: bool) -> int:
-    parallel, size = config.parallel, _BYTES[config.training.precision]
+def _activation_bytes(config: Config, placement: Placement, stage: Stage, in_flight: int, *, on_gpu: bool) -> int:
+    parallel, size, schedule = config.parallel, _BYTES[config.training.precision], placement.schedule
     tokens = config.training.micro_batch_size * config.data.seq_length
     sequence = parallel.tensor if parallel.sequence_parallel else 1
-    inputs = config.model.hidden_size / sequence
-    streams = [_streams_into(config, layer) for layer in stage.layers]
-    whole_layers = [count * layer_activations_per_token(config, on_gpu=on_gpu, streams=count) for count in streams]
+
+    def kept_by(visit: Visit) -> float:
+        """Numbers per token of the row, of all its streams."""
+        per_stream = visit_activations_per_token(
+            schedule, visit, on_gpu=on_gpu, tensor=parallel.tensor, sequence_parallel=parallel.sequence_parallel
+        )
+        return len(visit.streams) * per_stream
+
+    whole_visits = [kept_by(visit) for visit in stage.visits]
     if parallel.recompute == "full":
-        kept = sum(streams) * inputs * in_flight + max(whole_layers)
+        inputs = sum(len(visit.streams) for visit in stage.visits) * (schedule.decoder.hidden_size / sequence)
+        kept = inputs * in_flight + max(whole_visits)
     else:
-        kept = sum(whole_layers) * in_flight
+        kept = sum(whole_visits) * in_flight
     numbers = tokens * kept
     if stage.has_output:
         # The head's fp32 logits and their softmax, of one microbatch: its backward pass follows at once.
-        numbers += tokens * 2 * (4 / size) * padded_vocab_size(config.model.vocab_size) / parallel.tensor
+        numbers += tokens * 2 * (4 / size) * padded_vocab_size(schedule.decoder.vocab_size) / parallel.tensor
     return int(numbers * size)
 
 
@@ -155,31 +120,12 @@ def _in_flight(config: Config, stage: Stage, microbatches: int) -> int:
     return min(microbatches, -(-warm_up // virtual))
 
 
-def _stage_flops(config: Config, stage: Stage, tokens: int) -> float:
-    """The stage's share of the model's FLOPs."""
-    return sum(_layer_flops(config, layer, tokens) for layer in stage.layers) + (
-        _head_flops(config, tokens) if stage.has_output else 0
-    )
-
-
-def _head_flops(config: Config, tokens: int) -> float:
-    return 6.0 * tokens * config.model.vocab_size * config.model.hidden_size
-
-
-def _layer_flops(config: Config, layer: int, tokens: int) -> float:
-    """FLOPs of one layer over rows that hold one document each."""
-    rows, length = tokens // config.data.seq_length, config.data.seq_length
-
-    def flops(num_layers: int, num_parallel: int) -> int:
-        model = dataclasses.replace(config.model, num_layers=num_layers)
-        cycle = dataclasses.replace(config.cycle, num_parallel_layers=num_parallel)
-        return training_flops(model, cycle, document_lengths=[length])
-
-    if config.cycle.is_vanilla or layer >= config.cycle.num_parallel_layers:
-        return float(rows * (flops(3, 1) - flops(2, 1)))
-    if layer == config.cycle.num_parallel_layers - 1:
-        return float(rows * (flops(2, 1) - (flops(3, 1) - flops(2, 1)))) - _head_flops(config, tokens)
-    return float(rows * (flops(3, 2) - flops(2, 1)))
+def _stage_flops(config: Config, placement: Placement, stage: Stage, tokens: int) -> float:
+    """The stage's share of the model's FLOPs over rows that hold one document each."""
+    schedule, length = placement.schedule, config.data.seq_length
+    rows = tokens // length
+    visits = sum(float(rows * visit_flops(schedule, visit, document_lengths=[length])) for visit in stage.visits)
+    return visits + (head_flops(schedule, num_tokens=tokens) if stage.has_output else 0)
 
 
 def make_plan(config: Config, *, world_size: int, on_gpu: bool = True) -> Plan:
@@ -202,7 +148,7 @@ def make_plan(config: Config, *, world_size: int, on_gpu: bool = True) -> Plan:
         num_microbatches=microbatches,
         tokens_per_step=config.training.global_batch_size * config.data.seq_length,
         batch_sizes=tuple(batch_size_stages(config.training)),
-        num_parameters=num_model_parameters(config),
+        num_parameters=num_parameters(placement.schedule.decoder),
         step_flops=flops,
         bubble=(ranks - 1) / (virtual * microbatches + ranks - 1),
         stages=stages,
@@ -226,18 +172,19 @@ def _plan_stage(config: Config, placement: Placement, stage: Stage, run: _Run) -
     in_flight = _in_flight(config, stage, run.microbatches)
     optimizer = parameters * (8 + (4 if size == 2 else 0))
     sequence = config.parallel.tensor if config.parallel.sequence_parallel else 1
-    rows = config.training.micro_batch_size * _streams_into(config, stage.layers[-1] + 1)
+    schedule = placement.schedule
+    rows = config.training.micro_batch_size * len(schedule.streams_into(stage.next_visit))
     return StagePlan(
         stage=stage,
-        streams_in=_streams_into(config, stage.first_layer),
+        streams_in=len(stage.visits[0].streams),
         num_parameters=parameters,
         weight_bytes=parameters * size,
         gradient_bytes=parameters * 4,
         optimizer_bytes=optimizer // run.replicas if config.parallel.distributed_optimizer else optimizer,
-        activation_bytes=_activation_bytes(config, stage, in_flight, on_gpu=run.on_gpu),
+        activation_bytes=_activation_bytes(config, placement, stage, in_flight, on_gpu=run.on_gpu),
         microbatches_in_flight=in_flight,
-        step_flops=_stage_flops(config, stage, run.tokens) / config.parallel.tensor,
-        sends_bytes=0 if stage.has_output else rows * config.data.seq_length * config.model.hidden_size * size // sequence,
+        step_flops=_stage_flops(config, placement, stage, run.tokens) / config.parallel.tensor,
+        sends_bytes=0 if stage.has_output else rows * config.data.seq_length * schedule.decoder.hidden_size * size // sequence,
     )
 
 
@@ -276,16 +223,18 @@ def _describe_run(plan: Plan) -> str:
     return f"{text}: {stages}" + (f"; it ends before a step has {full} rows" if plan.batch_sizes[-1][0] < full else "")
 
 
+def _describe_model(plan: Plan) -> str:
+    method, num_layers = method_of(plan.config.cycle), plan.config.model.num_layers
+    text = f"{method.variant}: {plan.num_parameters / 1e6:,.1f} M parameters, {num_layers} layers"
+    parallel = method.num_parallel_layers
+    return text + (f" ({parallel} parallel), cycles of {method.cycle_length}" if parallel else "")
+
+
 def describe(plan: Plan) -> str:
     """The plan as a table for people."""
     config, parallel = plan.config, plan.config.parallel
     lines = [
-        f"{config.cycle.variant}: {plan.num_parameters / 1e6:,.1f} M parameters, {config.model.num_layers} layers"
-        + (
-            ""
-            if config.cycle.is_vanilla
-            else f" ({config.cycle.num_parallel_layers} parallel), cycles of {config.cycle.cycle_length}"
-        ),
+        _describe_model(plan),
         f"{plan.world_size} processes = tensor {parallel.tensor} x pipeline {parallel.pipeline} x data {plan.data_parallel}"
         + (f", {parallel.virtual_stages} virtual stages" if parallel.virtual_stages > 1 else "")
         + f"; {plan.num_microbatches} microbatches per step, {config.training.precision}, recompute {parallel.recompute}",

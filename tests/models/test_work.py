@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_dmtd.architecture.flops import visit_weights
 from megatron_dmtd.config import Config
+from megatron_dmtd.config.decoder import schedule_of
 from megatron_dmtd.models.vocab import padded_vocab_size
-from megatron_dmtd.training.flops import weights_per_token
 from tests.models.test_truth import megatron_model
 from tests.support.oracle_weights import own_tensors, wide_weights
 from tests.support.ranks import run_ranks
@@ -30,6 +31,7 @@ def linear_flops(config: Config) -> int:
 @pytest.mark.parametrize("variant", [*VARIANTS, "vanilla"])
 def test_matrix_products_are_those_of_the_formula(variant: str) -> None:
     config = tiny_config(variant)
-    padding = padded_vocab_size(config.model.vocab_size) - config.model.vocab_size
-    weights = weights_per_token(config.model, config.cycle) + padding * config.model.hidden_size
+    schedule = schedule_of(config.model, config.cycle)
+    head = padded_vocab_size(config.model.vocab_size) * config.model.hidden_size
+    weights = sum(visit_weights(schedule, visit) for visit in schedule.visits) + head
     assert run_ranks(1, linear_flops, config)[0] == 2 * 64 * weights

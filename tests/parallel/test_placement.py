@@ -2,8 +2,10 @@ import itertools
 
 import pytest
 
+from megatron_dmtd.architecture.flops import matrix_weights
 from megatron_dmtd.config import Config, CycleConfig, ModelConfig, ParallelConfig
-from megatron_dmtd.parallel.placement import head_cost, layer_costs, place, stage_layers
+from megatron_dmtd.config.decoder import schedule_of
+from megatron_dmtd.parallel.placement import head_cost, place, stage_visits, visit_cost
 from tests.support.tiny import VARIANTS, tiny_config
 
 
@@ -11,14 +13,25 @@ def _qwen3_4b(pipeline: int, variant: str = "bidirectional-refresh") -> Config:
     return Config(parallel=ParallelConfig(pipeline=pipeline), cycle=CycleConfig(variant=variant))  # type: ignore[arg-type]
 
 
+def _stages(config: Config) -> tuple[int, ...]:
+    return tuple(len(stage.visits) for stage in place(config).stages)
+
+
+def _costs_in_layers(cycle: CycleConfig) -> list[float]:
+    schedule = schedule_of(ModelConfig(num_layers=3), cycle)
+    layer = matrix_weights(schedule.decoder.layers[0], schedule.decoder.hidden_size)
+    return [visit_cost(schedule, visit) / layer for visit in schedule.visits]
+
+
 def test_the_tied_head_of_qwen3_4b_weighs_3_85_layers() -> None:
-    assert head_cost(ModelConfig()) == pytest.approx(3.85, abs=0.01)
+    schedule = schedule_of(ModelConfig(), CycleConfig(variant="vanilla"))
+    assert head_cost(schedule) / visit_cost(schedule, schedule.visits[0]) == pytest.approx(3.85, abs=0.01)
 
 
 def test_a_refresh_model_pays_twice_for_its_parallel_layers_only() -> None:
-    assert layer_costs(ModelConfig(num_layers=3), CycleConfig(num_parallel_layers=2)) == [2.0, 2.0, 1.0]
+    assert _costs_in_layers(CycleConfig(num_parallel_layers=2)) == [2.0, 2.0, 1.0]
     for variant in ("vanilla", "causal-norefresh", "bidirectional-norefresh"):
-        assert layer_costs(ModelConfig(num_layers=3), CycleConfig(variant=variant, num_parallel_layers=2)) == [1.0] * 3
+        assert _costs_in_layers(CycleConfig(variant=variant, num_parallel_layers=2)) == [1.0] * 3  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -32,23 +45,24 @@ def test_every_number_of_stages_keeps_all_layers_and_the_split(pipeline: int, va
 
 
 def test_stages_are_balanced_by_cost() -> None:
-    assert stage_layers(_qwen3_4b(2)) == (28, 8)
-    assert stage_layers(_qwen3_4b(4)) == (9, 9, 10, 8)
-    assert sum(stage_layers(_qwen3_4b(2, "vanilla"))) == 36
-    assert stage_layers(_qwen3_4b(2, "vanilla"))[1] in (16, 17)  # the head counts as about four layers
+    assert _stages(_qwen3_4b(2)) == (28, 8)
+    assert _stages(_qwen3_4b(4)) == (9, 9, 10, 8)
+    assert sum(_stages(_qwen3_4b(2, "vanilla"))) == 36
+    assert _stages(_qwen3_4b(2, "vanilla"))[1] in (16, 17)  # the head counts as about four layers
 
 
 def test_no_other_split_has_a_lighter_heaviest_stage() -> None:
     config = tiny_config(model={"num_layers": 7, "vocab_size": 400}, cycle={"num_parallel_layers": 4}, parallel={"pipeline": 4})
-    costs = layer_costs(config.model, config.cycle)
-    costs[-1] += head_cost(config.model)
+    schedule = schedule_of(config.model, config.cycle)
+    costs = [visit_cost(schedule, visit) for visit in schedule.visits]
+    costs[-1] += head_cost(schedule)
 
-    def heaviest(ends: tuple[int, ...]) -> float:
+    def heaviest(ends: tuple[int, ...]) -> int:
         return max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *ends, 7)))
 
     best = min(heaviest(ends) for ends in itertools.combinations(range(1, 7), 3) if 4 in ends)
-    counts = stage_layers(config)
-    assert heaviest(tuple(itertools.accumulate(counts))[:-1]) == pytest.approx(best)
+    counts = stage_visits(schedule, num_stages=4)
+    assert heaviest(tuple(itertools.accumulate(counts))[:-1]) == best
 
 
 @pytest.mark.parametrize(

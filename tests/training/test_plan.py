@@ -7,23 +7,18 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_dmtd.architecture.activations import visit_activations_per_token
+from megatron_dmtd.architecture.flops import training_flops
 from megatron_dmtd.config import Config, CycleConfig, ModelConfig, ParallelConfig, TrainingConfig
+from megatron_dmtd.config.decoder import schedule_of
 from megatron_dmtd.errors import ConfigError
-from megatron_dmtd.training.flops import training_flops
-from megatron_dmtd.training.plan import (
-    describe,
-    layer_activations_per_token,
-    make_plan,
-    num_model_parameters,
-    require_memory,
-    to_dict,
-)
+from megatron_dmtd.training.plan import describe, make_plan, require_memory, to_dict
 from tests.support.ranks import run_ranks
 from tests.support.tiny import VARIANTS, tiny_config, with_settings
 
 
 def test_qwen3_4b_has_its_published_number_of_parameters() -> None:
-    assert num_model_parameters(Config()) == 4_022_468_096
+    assert make_plan(Config(), world_size=1).num_parameters == 4_022_468_096
 
 
 @pytest.mark.parametrize("parallel", [{}, {"pipeline": 2}, {"pipeline": 4}, {"pipeline": 2, "virtual_stages": 2}, {"tensor": 2}])
@@ -32,7 +27,8 @@ def test_flops_of_the_stages_add_up_to_those_of_the_model(variant: str, parallel
     config = tiny_config(variant, parallel=parallel)
     plan = make_plan(config, world_size=config.parallel.tensor * config.parallel.pipeline)
     rows = [config.data.seq_length] * config.training.global_batch_size
-    assert plan.step_flops == pytest.approx(training_flops(config.model, config.cycle, document_lengths=rows), rel=1e-12)
+    flops = training_flops(schedule_of(config.model, config.cycle), document_lengths=rows)
+    assert plan.step_flops == pytest.approx(flops, rel=1e-12)
     assert all(stage.step_flops > 0 for stage in plan.stages)
 
 
@@ -100,9 +96,12 @@ def test_the_estimate_of_activations_is_close_to_what_autograd_keeps(qk_norm: bo
     sizes = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16, "max_position_embeddings": 128, "qk_norm": qk_norm}
     config = tiny_config(model=sizes, data={"seq_length": 128})
     measured = run_ranks(1, kept_per_token, config, grown)[0]
-    estimate = layer_activations_per_token(config, on_gpu=False, streams=streams)
+    schedule = schedule_of(config.model, config.cycle)
+    visit = schedule.visits[0 if grown == "parallel" else -1]
+    assert len(visit.streams) == streams
+    estimate = visit_activations_per_token(schedule, visit, on_gpu=False)
     assert 4 * streams * estimate == pytest.approx(measured, rel=0.02)
-    assert layer_activations_per_token(config, on_gpu=True, streams=streams) < estimate
+    assert visit_activations_per_token(schedule, visit, on_gpu=True) < estimate
 
 
 def test_microbatches_in_flight_and_bubble_follow_the_schedule() -> None:

@@ -166,7 +166,8 @@ def matmul_flops_per_s(rounds: int) -> float:
 
 def measure(names: Sequence[str], size: str, seq_length: int, rounds: int, platform: Any) -> list[dict[str, Any]]:
     """Figures of the forms at one length."""
-    from megatron_dmtd.training.flops import training_flops
+    from megatron_dmtd.architecture.flops import training_flops
+    from megatron_dmtd.config.decoder import schedule_of
 
     steps = forms(names, size, seq_length, platform)
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -181,7 +182,7 @@ def measure(names: Sequence[str], size: str, seq_length: int, rounds: int, platf
 
     def flops(variant: str) -> int:
         config = config_of(size, variant, seq_length)
-        return training_flops(config.model, config.cycle, document_lengths=[seq_length])
+        return training_flops(schedule_of(config.model, config.cycle), document_lengths=[seq_length])
 
     rows = []
     for name, samples in times.items():

@@ -11,10 +11,12 @@ from collections.abc import Iterator
 
 import torch
 
+from megatron_dmtd.architecture.flops import training_flops_per_token
 from megatron_dmtd.config import Config
+from megatron_dmtd.config.decoder import schedule_of
 from megatron_dmtd.models.transformer_config import DTYPES
 from megatron_dmtd.platform import Platform
-from megatron_dmtd.training.flops import mfu, training_flops_per_token
+from megatron_dmtd.training.flops import mfu
 from megatron_dmtd.training.state import RunState
 
 #: width of the square matrices whose product is timed, and how often; the best time counts
@@ -54,7 +56,8 @@ class Pace:
         """`peak_tflops` as the function of this name gives it."""
         config = run.config
         self._run, self._peak_tflops = run, peak_tflops
-        self._flops_per_token = training_flops_per_token(config.model, config.cycle, document_length=config.data.seq_length)
+        schedule = schedule_of(config.model, config.cycle)
+        self._flops_per_token = training_flops_per_token(schedule, document_length=config.data.seq_length)
         self.restart()
 
     def restart(self) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dmtd.architecture.flops import training_flops_per_token
 from megatron_dmtd.config import Config
-from megatron_dmtd.training.flops import training_flops_per_token
+from megatron_dmtd.config.decoder import schedule_of
 from megatron_dmtd.training.log import METRICS_FILE, read_metrics
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_config, with_settings
@@ -45,7 +46,7 @@ def test_mfu_is_the_share_of_the_given_peak_of_all_ranks(ranks: int, corpus: tup
     assert [line for line in printed[0] if "mfu is" in line] == [
         "mfu is the share of 0.25 TFLOP/s per process, as logging.peak_tflops says"
     ]
-    per_token = training_flops_per_token(config.model, config.cycle, document_length=config.data.seq_length)
+    per_token = training_flops_per_token(schedule_of(config.model, config.cycle), document_length=config.data.seq_length)
     for line in _lines(config):
         assert line["tokens_per_s"] * line["step_time_s"] == pytest.approx(4 * 32)
         assert line["mfu"] == pytest.approx(line["tokens_per_s"] * per_token / (ranks * 0.25e12))
@@ -58,7 +59,7 @@ def test_a_measured_peak_is_named_and_used(corpus: tuple[str, str], tmp_path: Pa
     assert line.endswith(" TFLOP/s per process, measured now")
     peak = float(line.removeprefix("mfu is the share of ").split()[0])
     assert 1e-3 < peak < 1e3
-    per_token = training_flops_per_token(config.model, config.cycle, document_length=config.data.seq_length)
+    per_token = training_flops_per_token(schedule_of(config.model, config.cycle), document_length=config.data.seq_length)
     for one in _lines(config):
         assert one["mfu"] == pytest.approx(one["tokens_per_s"] * per_token / (2 * peak * 1e12), rel=1e-3)
 
