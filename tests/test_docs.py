@@ -7,6 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 METHOD_MD = ROOT / "docs" / "method.md"
+#: a dated record: it names files as they were at the time of a measurement, and they may have moved since
+LOG_MD = ROOT / "docs" / "log.md"
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: files that may cite sections of docs/method.md
 SOURCES = sorted(path for folder in ("megatron_dmtd", "tests", "tools") for path in (ROOT / folder).rglob("*.py"))
@@ -110,7 +112,7 @@ def test_every_link_of_a_page_leads_somewhere(page):
     assert not [anchor for anchor, target in with_anchor if anchor not in anchors(target.read_text())]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", [page for page in PAGES if page != LOG_MD], ids=name_of)
 def test_every_file_that_a_page_names_exists(page):
     text = page.read_text()
     named = set(re.findall(rf"(?<![\w/.-])((?:{FOLDERS})/[\w./-]*[\w/])", text))
