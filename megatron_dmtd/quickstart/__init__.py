@@ -1,4 +1,5 @@
-"""The whole main job in one command, small: text, tokenizer, two trainings, exports, cycled decoding and a report.
+"""The whole workflow at a small size in one command: text, tokenizer, training, exports, cycled decoding and a report.
 
-Every step is what the commands in tools/ do; this room orders them, remembers which are finished, and compares the results.
+Every part is what a command in tools/ does; this package runs them in order, remembers which are finished, and compares the
+results.
 """

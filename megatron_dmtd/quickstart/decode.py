@@ -1,8 +1,8 @@
-"""Continue held-out prompts with the exported models, in cycles and in the ordinary way, and measure both.
+"""Continue held-out prompts with the exported models, in cycles and as ordinary decoders, and measure both.
 
-The decoding engine decodes, greedily, one prompt at a time. Speed is that of the same weights in cycles and as an ordinary
-decoder, in this process, on the same device and threads, taking turns: what changes on the machine meanwhile changes both.
-transformers' forward pass over the whole text checks what was decoded.
+The decoding engine decodes greedily, one prompt at a time. Speed compares the same weights in cycles and as an ordinary decoder,
+in this process, on the same device and threads, in alternation, so that other load on the machine affects both. A forward pass of
+transformers over the whole text checks what was decoded.
 
 Shape legend: N tokens of prompt and continuation, n of the continuation, V vocabulary.
 """
@@ -32,7 +32,7 @@ PROMPT_TOKENS = 62  # ends inside a cycle of four, as most prompts do
 
 
 def heldout_prompts(prefix: str, *, count: int, num_tokens: int = PROMPT_TOKENS) -> list[list[int]]:
-    """The beginnings of the first `count` held-out documents that are longer than that. Raises `DataError` if there are fewer."""
+    """The first `num_tokens` tokens of `count` longer held-out documents. Raises `DataError` if there are not enough of them."""
     file = TokenFile(prefix)
     long_enough = [index for index, length in enumerate(file.document_lengths_D) if length > num_tokens]
     if len(long_enough) < count:
@@ -46,7 +46,7 @@ def heldout_prompts(prefix: str, *, count: int, num_tokens: int = PROMPT_TOKENS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoder:
-    """An exported model: in the engine, and as any user of transformers loads it."""
+    """An exported model: in the engine, and loaded as any user of transformers loads it."""
 
     engine: Engine
     model: Any
@@ -67,7 +67,7 @@ def load(directory: Path, platform: Platform) -> Decoder:
 
 
 def load_engine(directory: Path, platform: Platform, *, variant: str | None = None) -> Engine:
-    """The engine for one prompt at a time, which remembers none."""
+    """An engine for one prompt at a time, without prefix caching."""
     config = EngineConfig(max_batch=1, prefix_caching=False)
     return Engine(directory, config, device=str(platform.device), variant=variant)
 
@@ -82,7 +82,7 @@ def generate(engine: Engine, prompt: list[int], *, new_tokens: int, eos_token_id
 
 @torch.inference_mode()
 def agreement(decoder: Decoder, prompt: list[int], continuation: list[int]) -> int:
-    """How many decoded tokens are also the best ones of a single teacher-forced forward pass, EOS left out as in decoding."""
+    """Number of decoded tokens that are also the top choice of one teacher-forced forward pass, EOS excluded as in decoding."""
     ids_1N = torch.tensor([prompt + continuation], device=decoder.platform.device)
     logits_nV = decoder.model(input_ids=ids_1N).logits[0, len(prompt) - 1 : -1]
     logits_nV[:, decoder.tokenizer.eos_token_id] = -torch.inf
@@ -112,8 +112,8 @@ def _continue(decoder: Decoder, prompts: list[list[int]], plan: Plan, bar: tqdm)
 
 
 def decode_all(plan: Plan, platform: Platform, *, output: Path) -> None:
-    """Measure and continue, and write `output` (JSON)."""
-    # Matrices this small gain nothing from more threads, and on a busy machine threads that wait for each other lose tenfold.
+    """Time the decoding, continue the prompts, and write `output` (JSON)."""
+    # Matrices this small do not benefit from more threads, and on a busy machine threads waiting for each other cost tenfold.
     torch.set_num_threads(1)
     prompts = heldout_prompts(plan.heldout_prefix, count=plan.prompts)
     decoders = {name: load(plan.export_directory(name), platform) for name in MODELS}

@@ -24,20 +24,20 @@ from megatron_dmtd.training.log import METRICS_FILE, read_metrics
 
 
 def this_machine() -> tuple[Machine, Platform]:
-    """What there is to run on."""
+    """The hardware of this machine."""
     platform = current_platform()
     num_gpus = torch.accelerator.device_count() if platform.is_cuda else 0
     return Machine(num_gpus=num_gpus, num_cores=len(os.sched_getaffinity(0))), platform
 
 
 def _last_line(log: Path) -> str:
-    """What a command said last, the state of its own progress bar included."""
+    """The last line of a command's output, including the state of its own progress bar."""
     lines = re.split(r"[\r\n]+", log.read_text(errors="replace")[-2000:].strip())
     return lines[-1].strip()[:100]
 
 
 def _run_tool(plan: Plan, name: str, options: Sequence[str]) -> None:
-    """Run a command of tools/ with its output in DIR/data/NAME.log, showing its time and what it says."""
+    """Run a command of tools/ with its output in DIR/data/NAME.log, showing the elapsed time and its last line."""
     log = plan.directory / "data" / f"{name}.log"
     log.unlink(missing_ok=True)
     with progress_bar(total=None, desc=f"  {name}", bar_format="{desc}: {elapsed} {postfix}") as bar:
@@ -51,7 +51,7 @@ def _run_tool(plan: Plan, name: str, options: Sequence[str]) -> None:
 
 
 def _train_tokenizer(plan: Plan) -> None:
-    """The vocabulary is that of the recipes; a small corpus gives fewer tokens, whose rows then stay unused."""
+    """Train the tokenizer for the recipes' vocabulary; if a small corpus gives fewer tokens, the remaining rows stay unused."""
     size = plan.config(DMTD).model.vocab_size
     options = ["--vocab-size", str(size), "--heldout-fraction", str(plan.heldout_fraction)]
     _run_tool(plan, "train_tokenizer", [*options, "--output", str(plan.tokenizer), "--overwrite"])
@@ -64,7 +64,7 @@ def _preprocess(plan: Plan) -> None:
 
 
 def _watcher(metrics: Path, bar: tqdm) -> Callable[[], None]:
-    """Moves `bar` to the last step that `metrics` holds."""
+    """Moves `bar` to the last step recorded in `metrics`."""
 
     def watch() -> None:
         records = [record for record in read_metrics(metrics) if "loss" in record] if metrics.is_file() else []
@@ -133,7 +133,7 @@ def parts(plan: Plan, platform: Platform) -> list[Part]:
 
 
 def run_quickstart(plan: Plan, platform: Platform, *, say: Callable[[str], None] = print) -> str:
-    """Do what is not done yet, write the report, and return it. Raises `DMTDError`s for what the user can mend."""
+    """Do what is not done yet, write the report, and return it. Raises a `DMTDError` for problems that the user can fix."""
     for model in TRAININGS:
         plan.config(model)  # refuses before any work
     started = time.monotonic()

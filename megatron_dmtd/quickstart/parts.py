@@ -1,6 +1,6 @@
-"""Parts of a longer job that are done once: finished ones are reused, interrupted ones go on, outdated ones are made anew.
+"""Parts of a longer job that run once: finished ones are reused, interrupted ones resumed, outdated ones repeated.
 
-A part has a stamp, `DIR/.parts/NAME.json`, with what it was made from and whether it finished. It knows nothing of models.
+A part has a stamp, `DIR/.parts/NAME.json`, with its inputs and whether it finished. Nothing here depends on models.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from megatron_dmtd.errors import DMTDError
 
 
 class PartError(DMTDError):
-    """A part of a longer job that did not finish."""
+    """A part of a longer job that failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One part."""
+    """One part of a job."""
 
     name: str
-    """Its name: of the stamp, and in messages."""
+    """Name of the part, for its stamp and in messages."""
     inputs: Mapping[str, Any]
-    """What decides its result, as JSON values; for a part that reads another's output, that one's inputs too."""
+    """What determines the result, as JSON values; if it reads another part's output, that part's inputs are included."""
     outputs: tuple[Path, ...]
-    """Files and folders that it makes."""
+    """Files and folders that it creates."""
     work: Callable[[], None]
-    """Makes the outputs; where an interrupted one left some of them, goes on from these or replaces them."""
+    """Creates the outputs; resumes from or replaces those that an interrupted attempt left behind."""
 
 
 class Parts:
-    """The parts of one folder."""
+    """The parts that write to one folder."""
 
     def __init__(self, directory: Path, *, say: Callable[[str], None]) -> None:
         self._stamps = directory / ".parts"
         self._say = say
 
     def run(self, part: Part) -> float:
-        """Do `part`, unless it is finished. Returns the seconds that it took, now or when it was done."""
+        """Run `part` unless it is finished. Returns the seconds that it took, now or earlier."""
         stamp = self._read(part)
         inputs = json.loads(json.dumps(part.inputs))
         if stamp.get("inputs") != inputs:
             self._remove(part)
         elif stamp["finished"] and all(path.exists() for path in part.outputs):
-            self._say(f"{part.name}: done before")
+            self._say(f"{part.name}: already done")
             return float(stamp["seconds"])
         spent = float(stamp["seconds"]) if stamp.get("inputs") == inputs and not stamp["finished"] else 0.0
         self._write(part, {"inputs": inputs, "finished": False, "seconds": spent})
@@ -75,7 +75,7 @@ class Parts:
         try:
             stamp = json.loads(self._path(part).read_text())
         except (FileNotFoundError, ValueError):
-            return {}  # never begun, or a torn stamp: made anew
+            return {}  # never started, or an incomplete stamp: run it again
         return stamp if {"inputs", "finished", "seconds"} <= stamp.keys() else {}
 
     def _write(self, part: Part, stamp: Mapping[str, Any]) -> None:
@@ -94,12 +94,12 @@ class Parts:
 
 
 def progress_bar(**options: Any) -> tqdm:
-    """A bar on stderr: redrawn as it moves on a terminal, a line every ten seconds elsewhere."""
+    """A bar on stderr: redrawn continuously on a terminal, otherwise one line every ten seconds."""
     return tqdm(dynamic_ncols=True, mininterval=0.1 if sys.stderr.isatty() else 10.0, **options)
 
 
 def redraw(bar: tqdm) -> None:
-    """Show the time that goes by although the bar does not move, where a bar can be redrawn."""
+    """Update the elapsed time although the bar does not move, if a bar can be redrawn."""
     if sys.stderr.isatty():
         bar.refresh()
 
@@ -115,7 +115,7 @@ def run_command(
 ) -> None:
     """Run a command with its output appended to `log`, calling `watch` while it runs.
 
-    Raises `PartError` with the end of the log if it fails. If we are interrupted, the command is ended with us.
+    Raises `PartError` with the end of the log if it fails. If this process is interrupted, the command is terminated too.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as stream:
@@ -131,12 +131,12 @@ def run_command(
             watch()
         finally:
             if process.poll() is None:
-                process.terminate()  # torchrun passes it on to its ranks
+                process.terminate()  # torchrun forwards this to its ranks
                 process.wait()
     if process.returncode != 0:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
         raise PartError(
             found=f"exit status {process.returncode} of {' '.join(command)}\n{tail}",
             required="exit status 0",
-            remedy=f"read {log}, whose last lines stand above; run the quickstart again to go on from here",
+            remedy=f"read {log}, whose last lines are above; run the quickstart again to resume from here",
         )

@@ -1,9 +1,9 @@
-"""What the quickstart runs, where it puts it, and how it is spread over this machine. No torch: plain data.
+"""What the quickstart runs, where it puts the results, and how it uses this machine. Plain data, no torch.
 
-A decoder is pretrained in the ordinary way, and continued twice on the same tokens: as a DMTD model and as what it was.
+A decoder is pretrained in the ordinary way and continued twice on the same tokens: as a DMTD model and as an ordinary one.
 
-Everything lies in one folder: `tokenizer/`, `data/`, one folder per training (`metrics.jsonl`, `checkpoints/`, `train.log`, and
-`export/` but for the base), `decoding.json`, and the report.
+Everything is in one folder: `tokenizer/`, `data/`, one folder per training (`metrics.jsonl`, `checkpoints/`, `train.log`, and
+`export/` except for the base), `decoding.json`, and the report.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_dmtd.config import Config, from_yaml, to_dict, validate
 
-#: what both are continued from, the model and its control; also the names of their recipes
+#: the common starting point, the model and its control; also the names of their recipes
 BASE, DMTD, CONTROL = "base", "bidirectional-refresh", "vanilla"
 MODELS = (DMTD, CONTROL)
 TRAININGS = (BASE, *MODELS)
@@ -27,14 +27,14 @@ TRAININGS = (BASE, *MODELS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What this machine offers."""
+    """The hardware of a machine."""
 
     num_gpus: int
     num_cores: int
 
     @property
     def num_processes(self) -> int:
-        """Two processes, one per pipeline stage; one where there is one GPU."""
+        """Two processes, one per pipeline stage; one process if there is a single GPU."""
         return min(2, self.num_gpus) if self.num_gpus else 2
 
     @property
@@ -43,31 +43,31 @@ class Machine:
         return max(1, self.num_cores // self.num_processes)
 
     def describe(self) -> str:
-        """In words."""
+        """The machine in words."""
         return f"{self.num_gpus} GPU(s)" if self.num_gpus else f"{self.num_cores} CPU core(s)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """One quickstart."""
+    """One run of the quickstart."""
 
     root: Path
-    """The repository."""
+    """Root of the repository."""
     directory: Path
-    """Where everything goes."""
+    """Folder for all output."""
     machine: Machine
     inputs: tuple[str, ...] = ("stdlib",)
-    """Documents, as tools/preprocess.py takes them."""
+    """Documents, in any form that tools/preprocess.py accepts."""
     heldout_fraction: float = 0.02
-    """Share of the documents that neither the tokenizer nor the models see."""
+    """Fraction of the documents that neither the tokenizer nor the models see."""
     steps: int | None = None
-    """Steps of each training. None: those of the recipes."""
+    """Steps of each training run. None: those of the recipes."""
     prompts: int = 3
     """Held-out prompts to continue in the report."""
     new_tokens: int = 128
     """Tokens decoded per prompt."""
     timed_runs: int = 5
-    """Timed decodings per model, after one that warms up."""
+    """Timed decodings per model, after one warm-up."""
 
     @property
     def tokenizer(self) -> Path:
@@ -81,11 +81,11 @@ class Plan:
 
     @property
     def heldout_prefix(self) -> str:
-        """Token file that no model sees."""
+        """Token file held out from every model."""
         return str(self.directory / "data" / "python-heldout")
 
     def run_directory(self, model: str) -> Path:
-        """Folder of one training."""
+        """Folder of one training run."""
         return self.directory / model
 
     def export_directory(self, model: str) -> Path:
@@ -93,11 +93,11 @@ class Plan:
         return self.run_directory(model) / "export"
 
     def recipe(self, model: str) -> Path:
-        """Its recipe, from the repository."""
+        """Its recipe, relative to the repository."""
         return Path("examples") / "quickstart" / f"{model}.yaml"
 
     def overrides(self, model: str) -> dict[str, str]:
-        """The settings that differ from the recipe: layout and folders, and the length where one was asked for."""
+        """The settings that differ from the recipe: layout, folders and, if requested, the number of steps."""
         values = {
             "parallel.pipeline": str(self.machine.num_processes),
             "data.train": f"[{self.train_prefix}]",
@@ -114,7 +114,7 @@ class Plan:
         return values
 
     def config(self, model: str) -> Config:
-        """The resolved settings of one training. Raises `ConfigError` if they cannot run."""
+        """The resolved settings of one training run. Raises `ConfigError` if they cannot run."""
         config = from_yaml(self.root / self.recipe(model))
         training, optimizer = config.training, config.optimizer
         if self.steps is not None:
@@ -126,30 +126,30 @@ class Plan:
         return config
 
     def train_command(self, model: str) -> list[str]:
-        """The command line of one training."""
+        """The command line of one training run."""
         options = [word for name, value in self.overrides(model).items() for word in (f"--{name}", value)]
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         script = ["--nproc-per-node", str(self.machine.num_processes), "tools/train.py", "--config", str(self.recipe(model))]
         return [*launcher, *script, *options]
 
     def train_environment(self) -> Mapping[str, str]:
-        """The environment of the trainings."""
+        """The environment of the training runs."""
         return os.environ | {"OMP_NUM_THREADS": str(self.machine.threads_per_process)}
 
     def data_inputs(self) -> dict[str, Any]:
-        """What decides tokenizer and corpus."""
+        """What determines tokenizer and corpus."""
         vocab_size = from_yaml(self.root / self.recipe(DMTD)).model.vocab_size
         python = sys.version if "stdlib" in self.inputs else ""
         return {"documents": list(self.inputs), "python": python, "heldout": self.heldout_fraction, "vocab_size": vocab_size}
 
     def train_inputs(self, model: str) -> dict[str, Any]:
-        """What decides one training."""
+        """What determines one training run."""
         names = (model,) if model == BASE else (BASE, model)
         settings = [sorted(to_dict(self.config(name)).items()) for name in names]
         digest = hashlib.sha256(repr(settings).encode()).hexdigest()
         return self.data_inputs() | {"settings": digest}
 
     def decoding_inputs(self) -> dict[str, Any]:
-        """What decides the decodings."""
+        """What determines the decodings."""
         trained = {model: self.train_inputs(model) for model in MODELS}
         return {"models": trained, "prompts": self.prompts, "new_tokens": self.new_tokens, "timed_runs": self.timed_runs}

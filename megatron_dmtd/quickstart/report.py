@@ -1,4 +1,4 @@
-"""The report of the quickstart: `report.md` and `curves.png`, from the files that its parts left. Measures nothing."""
+"""The report of the quickstart: `report.md` and `curves.png`, from the files that its parts wrote. Measures nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PAGE = """# Quickstart report
 A Qwen3-shaped decoder of {parameters:,} parameters was pretrained in the ordinary way and then continued as `{dmtd}`,
 with Megatron-Core on {machine}: {processes}.
 Of its {layers} layers the first {parallel} run once per cycle of {cycle_length} tokens, the last {sequential} once per token.
-The control, `vanilla`, starts from the same weights and sees the same tokens in the ordinary way.
+The control, `vanilla`, starts from the same weights and is trained on the same tokens as an ordinary decoder.
 
 Text: {source}. {train_documents:,} documents ({train_tokens:,} tokens) to train on,
 {heldout_documents:,} others ({heldout_tokens:,} tokens) held out.
@@ -29,7 +29,7 @@ each model another {seen:,} in {steps} steps.
 
 ## Loss
 
-Nats per token, of the continued training. The start is its first step, the end the mean of the last {span} steps.
+Nats per token of the continued training. The start is its first step, the end is the mean of the last {span} steps.
 
 | | start | end | held out, end |
 | --- | --- | --- | --- |
@@ -47,22 +47,22 @@ while every layer of `vanilla` knows every token: the difference is what look-ah
 ## Decoding
 
 {new_tokens} greedy tokens after {prompt_tokens}, one prompt at a time, by the decoding engine (`megatron_dmtd.inference`): the
-weights of `{dmtd}` in cycles, and the same weights as an ordinary decoder. Both ran in one process on {device}, taking turns.
-Median of {runs} runs each.
+weights of `{dmtd}` in cycles, and the same weights as an ordinary decoder. Both ran in one process on {device}, alternately.
+The figures are medians of {runs} runs.
 
 | | tokens/s | runs |
 | --- | --- | --- |
 {speed_rows}
 
-Cycled against vanilla: **{speedup:.2f}x**. By layers run per token alone it would be {bound:.2f}x.
-A model this small spends its time around the layers, not in them; `docs/log.md` has figures of large ones.
+Cycled against vanilla: **{speedup:.2f}x**. The number of layers run per token alone would give {bound:.2f}x.
+A model this small spends most of its time outside the layers; `docs/log.md` has figures for large ones.
 
-What decodes is what was trained: {agreeing} of {decoded} tokens decoded in cycles are also the first choice
+Decoding matches training: {agreeing} of {decoded} tokens decoded in cycles are also the top choice
 of one teacher-forced forward pass of transformers over the whole text (the control: {agreeing_control} of {decoded}).
 
 ## Continuations of held-out text
 
-These models are small and saw little text: expect the look of Python, not its sense.
+These models are small and were trained on little text: expect output that looks like Python but makes no sense.
 
 {samples}
 
@@ -76,7 +76,7 @@ These models are small and saw little text: expect the look of Python, not its s
 {commands}
 ```
 
-`examples/README.md` says how to continue a published checkpoint, `docs/cycles.md` how the method works.
+`examples/README.md` explains how to continue a published checkpoint, `docs/cycles.md` how the method works.
 """
 
 
@@ -95,7 +95,7 @@ def _mean_loss(records: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _fence(text: str) -> str:
-    """`text` as a code block; text that holds a fence gets a longer one."""
+    """`text` as a code block; if it contains a fence, the block gets a longer one."""
     fence = "```"
     while fence in text:
         fence += "`"
@@ -230,7 +230,7 @@ def render(plan: Plan, decoding: Mapping[str, Any], seconds: Mapping[str, float]
 
 
 def draw_curves(plan: Plan, path: Path) -> None:
-    """Training loss of base and both models, and the models' held-out loss by phase, as a PNG."""
+    """Draw the training loss of the base and both models, and the models' held-out loss by phase, as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -262,7 +262,7 @@ def draw_curves(plan: Plan, path: Path) -> None:
 
 
 def write_report(plan: Plan, seconds: Mapping[str, float]) -> str:
-    """Write `report.md` and `curves.png`, and return the report's text. `seconds`: what each part took."""
+    """Write `report.md` and `curves.png`, and return the report's text. `seconds` is the time of each part."""
     decoding = json.loads((plan.directory / "decoding.json").read_text())
     draw_curves(plan, plan.directory / "curves.png")
     text = render(plan, decoding, seconds)

@@ -103,7 +103,7 @@ def test_a_second_run_does_nothing_again(first, folder):
     before = kept.stat().st_mtime_ns
     again = start(folder / "texts", folder / "out")
     assert again.returncode == 0, again.stderr
-    assert again.stdout.count("done before") == 8
+    assert again.stdout.count("already done") == 8
     assert kept.stat().st_mtime_ns == before
 
 
@@ -129,7 +129,7 @@ def test_a_part_is_done_once_and_anew_when_its_inputs_change(tmp_path):
     parts, path = Parts(tmp_path, say=said.append), tmp_path / "result"
     parts.run(make_part(path, {"steps": (1, 2)}, calls))
     parts.run(make_part(path, {"steps": (1, 2)}, calls))
-    assert calls == ["worked"] and said == ["a part: done before"]
+    assert calls == ["worked"] and said == ["a part: already done"]
     parts.run(make_part(path, {"steps": (1, 3)}, calls))
     assert calls == ["worked"] * 2
     path.unlink()
