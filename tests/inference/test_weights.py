@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_dmtd.errors import CapabilityError, CheckpointError, ConfigError
+from megatron_dmtd.errors import CheckpointError
 from megatron_dmtd.inference import Engine, EngineConfig, SamplingParams
 from megatron_dmtd.inference.weights import load_model
 from tests.inference.models import PENALTY, SMALL, Pair
@@ -128,24 +128,3 @@ def test_weights_are_accounted_for(copy):
     (copy / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
         Engine(copy)
-
-
-def test_settings_that_contradict_the_model_are_refused(pairs):
-    directory = pairs["causal-refresh"].directory
-    with pytest.raises(ConfigError, match="variant 'bidirectional-refresh' for a model trained as causal-refresh"):
-        Engine(directory, variant="bidirectional-refresh")
-    for config, message in (
-        (EngineConfig(page_size=6), "page_size=6"),
-        (EngineConfig(max_batch=0), "max_batch=0"),
-        (EngineConfig(max_length=513), "max_length=513"),
-        (EngineConfig(max_length=500, cache_tokens=64), "pools of 64 tokens"),
-        (EngineConfig(cache_tokens=8), "pools of 0 pages"),
-        (EngineConfig(kernels="fast"), "kernels='fast'"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            Engine(directory, config, device="cpu")
-    with pytest.raises(ConfigError, match="dtype 'int4'"):
-        Engine(directory, dtype="int4")
-    absent = "xpu" if torch.accelerator.is_available() else "cuda"
-    with pytest.raises(CapabilityError, match=f"device {absent!r}, and"):
-        Engine(directory, device=absent)

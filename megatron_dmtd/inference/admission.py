@@ -1,0 +1,64 @@
+"""What a request must be to be let in: ids of the vocabulary, a length that fits, parameters that are possible.
+
+Numbers only: nothing here knows of a running engine.
+"""
+
+from __future__ import annotations
+
+import numbers
+import operator
+from collections.abc import Iterable
+
+from megatron_dmtd.errors import ConfigError, DataError
+from megatron_dmtd.inference.sampler import SamplingParams
+
+
+def check_params(params: object, vocab_size: int) -> None:
+    """Accept sampling parameters, or raise `ConfigError`."""
+    if not isinstance(params, SamplingParams):
+        raise ConfigError(
+            found=f"params of type {type(params).__name__}",
+            required="SamplingParams",
+            remedy="write for example params=SamplingParams(temperature=0.8)",
+        )
+    params.check(vocab_size)
+
+
+def check_length_cap(max_new_tokens: object, params: SamplingParams) -> None:
+    """Accept the length cap of an output, or raise `ConfigError`."""
+    if not isinstance(max_new_tokens, numbers.Integral) or max_new_tokens < (params.prompt_logprobs is None):
+        required = "an integer of at least 1, or 0 for the log probabilities of a prompt"
+        raise ConfigError(found=f"max_new_tokens={max_new_tokens!r}", required=required, remedy="change max_new_tokens")
+
+
+def checked_prompt(prompt_ids: object, max_new_tokens: int, *, vocab_size: int, max_length: int) -> list[int]:
+    """The prompt as a list. Raises `DataError` if it is no list of ids, empty, or too long, or has unknown ids."""
+    prompt = token_ids_of(prompt_ids)
+    if not prompt:
+        raise DataError(found="an empty prompt", required="at least one token", remedy="start with a token, such as bos")
+    outside = sorted({token for token in prompt if not 0 <= token < vocab_size})
+    if outside:
+        raise DataError(
+            found=f"token ids {outside[:5]} in a prompt",
+            required=f"ids from 0 to {vocab_size - 1}",
+            remedy="tokenize with the model's own tokenizer",
+        )
+    if len(prompt) + max_new_tokens > max_length:
+        raise DataError(
+            found=f"a prompt of {len(prompt)} tokens and max_new_tokens={max_new_tokens}",
+            required=f"at most {max_length} tokens together",
+            remedy="shorten them, or raise max_length or cache_tokens of the engine",
+        )
+    return prompt
+
+
+def token_ids_of(prompt_ids: object) -> list[int]:
+    """A prompt's ids. Raises `DataError` for a text, a number, or ids that are no integers: none of them is guessed at."""
+    remedy = "tokenize the text, and pass a list of such lists"
+    if isinstance(prompt_ids, str | bytes) or not isinstance(prompt_ids, Iterable):
+        raise DataError(found=f"a prompt of type {type(prompt_ids).__name__}", required="a list of token ids", remedy=remedy)
+    tokens = list(prompt_ids)
+    try:
+        return [operator.index(token) for token in tokens]
+    except TypeError as error:
+        raise DataError(found=f"a prompt of {tokens[:5]!r}", required="a list of token ids, integers", remedy=remedy) from error

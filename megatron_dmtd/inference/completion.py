@@ -1,0 +1,39 @@
+"""How a request goes on and ends: a new token, the reason to stop, and what is reported then."""
+
+from __future__ import annotations
+
+from megatron_dmtd.errors import DMTDError
+from megatron_dmtd.inference.requests import Completion, FinishReason, Request
+from megatron_dmtd.inference.sampler import Choice
+
+
+def append(request: Request, choice: Choice) -> FinishReason | None:
+    """Add a token to the output. Returns why the request ends with it; None if it goes on."""
+    request.sequence.tokens.append(choice.token_id)
+    if request.params.logprobs is not None:
+        request.logprobs.append(choice)
+    if choice.token_id in request.stop_ids or (request.stop_strings and request.stop_strings.ends(request.output)):
+        return "stop"
+    return "length" if request.num_output == request.max_new_tokens else None
+
+
+def completed(request: Request, reason: FinishReason) -> Completion:
+    """What became of a request that has ended."""
+    output = tuple(request.output)
+    return Completion(
+        request_id=request.request_id,
+        sample=request.sample,
+        prompt_ids=tuple(request.sequence.tokens[: request.prompt_length]),
+        token_ids=output,
+        finish_reason=reason,
+        text=request.stop_strings.text(output) if request.stop_strings else None,
+        logprobs=tuple(request.logprobs),
+        prompt_logprobs=tuple(request.prompt_logprobs),
+    )
+
+
+def refused(request_id: int, prompt_ids: tuple[int, ...], refusal: DMTDError) -> Completion:
+    """What became of a request that was not let in."""
+    return Completion(
+        request_id=request_id, sample=0, prompt_ids=prompt_ids, token_ids=(), finish_reason="refused", refusal=refusal
+    )

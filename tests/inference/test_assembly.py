@@ -1,0 +1,66 @@
+"""What an engine is made of, given a model and a config: sizes of pools, kernels, kind of steps."""
+
+import pytest
+import torch
+
+from megatron_dmtd.errors import CapabilityError, ConfigError
+from megatron_dmtd.inference import EngineConfig
+from megatron_dmtd.inference.assembly import make_pools, native_refusal, step_mode
+from megatron_dmtd.inference.weights import load_model
+
+
+@pytest.fixture(scope="module")
+def model(pairs):
+    """Four layers, two of them parallel; two key heads of size 8; 512 positions."""
+    return load_model(pairs["causal-refresh"].directory, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("config", "num_pages", "max_length"),
+    [
+        (EngineConfig(max_batch=2), 2 * 33, 512),
+        (EngineConfig(max_batch=2, max_length=100), 2 * 8, 100),
+        (EngineConfig(cache_tokens=100), 6, 96),
+        # 2 (K and V) * 4 layers * 2 key heads * 16 entries * 8 * 4 bytes = 8 KiB a page
+        (EngineConfig(cache_bytes=5 * 8192 + 8191), 5, 80),
+    ],
+    ids=repr,
+)
+def test_pools_hold_a_batch_of_full_length_as_far_as_the_memory_goes(model, config, num_pages, max_length):
+    pools, found = make_pools(model, config, num_scratch_pages=3)
+    assert found == max_length
+    for pool in (pools.parallel, pools.sequential):
+        assert pool.pages.num_pages == num_pages
+        assert pool.v_LNGTE.shape[:2] == (2, num_pages + 3)
+
+
+def test_pools_too_small_for_one_request_of_full_length_are_refused(model):
+    with pytest.raises(ConfigError, match="pools of 96 tokens for max_length=97"):
+        make_pools(model, EngineConfig(cache_tokens=100, max_length=97), num_scratch_pages=0)
+    with pytest.raises(ConfigError, match="pools of 0 pages"):
+        make_pools(model, EngineConfig(cache_bytes=8191), num_scratch_pages=0)
+
+
+def test_steps_are_static_only_where_that_is_asked_for_or_helps():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    found = {
+        (name, device.type): step_mode(EngineConfig(cuda_graphs=name), device)
+        for name in ("auto", "off")
+        for device in (cpu, cuda)
+    }
+    assert found == {
+        ("auto", "cpu"): "dynamic",
+        ("auto", "cuda"): "graphs",
+        ("off", "cpu"): "dynamic",
+        ("off", "cuda"): "dynamic",
+    }
+    assert step_mode(EngineConfig(cuda_graphs="shapes"), cpu) == step_mode(EngineConfig(cuda_graphs="shapes"), cuda) == "static"
+    with pytest.raises(CapabilityError, match="CUDA graphs on cpu"):
+        step_mode(EngineConfig(cuda_graphs="on"), cpu)
+
+
+def test_why_the_native_kernels_are_not_used_is_said_or_raised(model):
+    assert native_refusal(model, EngineConfig()) == "pages of 16 tokens, heads of 8"
+    assert native_refusal(model, EngineConfig(kernels="torch")) == "kernels='torch'"
+    with pytest.raises(CapabilityError, match="heads of 8"):
+        native_refusal(model, EngineConfig(kernels="native"))
