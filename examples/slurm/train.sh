@@ -4,12 +4,12 @@
 #
 #   the trainer ends with                            the job
 #   0 done                                           ends with 0
-#   2 refused, 4 bad numbers, 6 or 7 a full disk     ends with that status: a restart would not help
+#   2 refused, 4 non-finite, 6 or 7 a full disk      ends with that status: a restart would not help
 #   3 stopped by a signal, after a save              is requeued and goes on
 #   anything else: a crash, a stall, a lost rank     is requeued and goes on from the newest checkpoint
 #
-# A job that restarts more than MAX_RESTARTS times without a newer checkpoint ends with the trainer's last status. A node that
-# dies never gets here: Slurm requeues the job itself (--requeue) on nodes that live.
+# A job that restarts more than MAX_RESTARTS times without a newer checkpoint ends with the trainer's last status. After a node's
+# death Slurm requeues the job itself (--requeue). A job that was cancelled (scancel JOB) is never requeued: see ending.sh.
 
 # shellcheck source=environment.sh
 source "$PROJECT_DIR/examples/slurm/environment.sh"
@@ -23,56 +23,26 @@ RESTARTS="$LOG_DIR/restarts.json"
 SAVE_AND_STOP=0
 STEP_PID=0
 
-# Slurm sends USR1 some minutes before the time limit (--signal), TERM at a preemption: pass them on to the ranks. Only this
-# shell gets them otherwise.
+# Slurm sends USR1 some minutes before the time limit (--signal) and TERM when it ends the job: pass them on to the ranks. Only this
+# shell gets USR1 otherwise. What becomes of the job is decided when the ranks have ended (ending.sh).
 # shellcheck disable=SC2317 # the trap calls it
 save_and_stop() {
+    local state
     SAVE_AND_STOP=1
-    say "asked to save and stop"
     if ((STEP_PID)); then kill -USR1 "$STEP_PID" 2>/dev/null || true; fi
+    state="$(state_of_job)"
+    say "asked to save and stop by $1; Slurm says of this job: $state"
+    if is_stopped_by_slurm "$state"; then requeue_at_once; fi
 }
-trap save_and_stop USR1 TERM
+trap 'save_and_stop USR1' USR1
+trap 'save_and_stop TERM' TERM
 
 restarts() {
     "${ONCE[@]}" "$PYTHON" -m megatron_dmtd.launch.restarts "$1" --state "$RESTARTS" --limit "$MAX_RESTARTS" "${@:2}" -- "${OPTIONS[@]}"
 }
 
-# Puts the job back into the queue under its own number, away from the nodes that are named, and ends this attempt.
-requeue() {
-    local status="$1" bad_nodes="$2"
-    trap '' USR1 TERM # requeueing sends TERM to this shell, which has one more thing to do
-    if ! scontrol requeue "$SLURM_JOB_ID"; then
-        say "Slurm does not requeue this job (cancelled, or requeueing is off): ends with status $status"
-        exit "$status"
-    fi
-    say "requeued"
-    if [[ -n "$bad_nodes" ]]; then
-        # Only a pending job's nodes may be changed, and it is pending when this attempt has been taken down.
-        for _ in {1..50}; do
-            if scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$bad_nodes" 2>/dev/null; then
-                say "excluded $bad_nodes"
-                exit 0
-            fi
-            sleep 0.2
-        done
-        say "could not exclude $bad_nodes: the next preflight will find it again"
-    fi
-    exit 0
-}
-
-# Ends the job with a status, or requeues it if it may restart.
-restart_or_end() {
-    local status="$1" bad_nodes="${2:-}" answer=0
-    restarts again --status "$status" || answer=$?
-    case "$answer" in
-        2 | 7)
-            say "ends with status $status"
-            exit "$status"
-            ;;
-        # 0: yes. Anything else is srun's own failure on a job that is losing a node; the next attempt will count.
-        *) requeue "$status" "$bad_nodes" ;;
-    esac
-}
+# shellcheck source=ending.sh
+source "$PROJECT_DIR/examples/slurm/ending.sh"
 
 # The trainer's verdict from the ranks' statuses: what cannot be mended by a restart counts most, a killed rank least.
 verdict() {
@@ -106,10 +76,18 @@ wait_for_step() {
 
 rm -rf "$EXIT_DIR" && mkdir -p "$EXIT_DIR"
 say "nodes $SLURM_JOB_NODELIST, $SLURM_NTASKS ranks, meeting at $MASTER_ADDR:$MASTER_PORT; logs of the ranks in $LOG_DIR"
-restarts begin || exit $?
+status=0
+restarts begin || status=$?
+case "$status" in
+    0) ;;
+    7) exit "$(sed -nE 's/.*"last_status": ([0-9]+).*/\1/p' "$RESTARTS")" ;;
+    # a signal ended the step, not the command itself
+    130 | 138 | 143) restart_or_end "$status" ;;
+    *) exit "$status" ;;
+esac
+if ((SAVE_AND_STOP)); then restart_or_end 3; fi
 
 say "preflight"
-status=0
 EXIT_DIR="" "${ON_RANKS[@]}" --wait=60 bash "$PROJECT_DIR/examples/slurm/rank.sh" "$PYTHON" "$PROJECT_DIR/tools/preflight.py" \
     --hosts "$(IFS=,; echo "${HOSTS[*]}")" --output "$LOG_DIR/preflight.json" --folder "$WORK_DIR" --min-free-gib "$MIN_FREE_GIB" \
     --min-bandwidth-gb-s "$MIN_BANDWIDTH_GB_S" --max-clock-skew-s "$MAX_CLOCK_SKEW_S" &
@@ -124,6 +102,7 @@ elif ((status)); then
     restart_or_end "$status" "$bad_nodes"
 fi
 
+if ((SAVE_AND_STOP)); then restart_or_end 3; fi
 say "training"
 RANK_0_LOG="$LOG_DIR/rank-0000.log"
 touch "$RANK_0_LOG"

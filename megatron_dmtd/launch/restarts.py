@@ -4,8 +4,8 @@
     python -m megatron_dmtd.launch.restarts again --state FILE --limit 3 --status 5 -- OPTIONS OF tools/train.py
 
 A job calls `begin` when it starts, since a job that loses a node has no other chance to count, and `again` when an attempt has
-failed. Exit status of both: 0, yes; 2, refused. `begin` says no with the status of the last attempt, `again` with 7. No torch: it
-runs before anything is known to work.
+failed. Exit status of both: 0, yes; 7, no; 2, refused. The file holds the status of the last attempt. No torch: this runs before
+anything is known to work.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _begin(state: Path, step: int, limit: int) -> int:
     print(f"attempt {attempts.number} begins at step {step}; {attempts.without_progress} restarts without progress", flush=True)
     if attempts.without_progress > limit:
         _give_up(attempts, limit)
-        return attempts.last_status
+        return EXHAUSTED
     return 0
 
 

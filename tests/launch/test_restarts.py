@@ -49,7 +49,8 @@ def test_the_command_remembers_between_attempts_and_gives_up_with_a_reason(tmp_p
     error = capsys.readouterr().err
     assert "1 restarts without a checkpoint after step 0; the last attempt ended with status 5" in error and "remedy: " in error
     # a job that loses nodes never gets to ask `again`: the third begin in a row at the same step is one too many
-    assert main(["begin", *common, *run]) == 5
+    assert main(["begin", *common, *run]) == 7
+    assert read_attempts(state).last_status == 5
     checkpoint(tmp_path / "run", 12)
     assert main(["begin", *common, *run]) == 0
     assert read_attempts(state).step == 12

@@ -69,6 +69,16 @@ MinJobAge=3600
 SlurmctldTimeout=30
 SlurmdTimeout=10
 PropagateResourceLimitsExcept=MEMLOCK
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+"""
+#: `urgent` takes nodes from the three below `main`, each in its own way
+_PARTITIONS = """\
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE OverSubscribe=NO State=UP PriorityTier=5 PreemptMode=OFF
+PartitionName=urgent Nodes=ALL OverSubscribe=NO State=UP PriorityTier=10 PreemptMode=OFF
+PartitionName=requeued Nodes=ALL OverSubscribe=NO State=UP PriorityTier=1 PreemptMode=REQUEUE
+PartitionName=warned Nodes=ALL OverSubscribe=NO State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
+PartitionName=stopped Nodes=ALL OverSubscribe=NO State=UP PriorityTier=1 PreemptMode=CANCEL
 """
 _NODE = (
     "NodeName={name} NodeHostname={name} NodeAddr=127.0.0.1 Port={port} CPUs=64 Boards=1 SocketsPerBoard=2 CoresPerSocket=32 "
@@ -209,9 +219,8 @@ class Cluster:
             os.mknod(self.folder / "gpu" / f"nvidia{index}", 0o020666, os.makedev(1, 3))
         host = socket.gethostname().split(".")[0]
         nodes = "".join(_NODE.format(name=name, port=port, gpus=_GPUS) for name, port in zip(self.nodes, self._ports[1:]))
-        partitions = "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE OverSubscribe=NO State=UP\n"
         conf = _CONF.format(host=host, port=self._ports[0], folder=self.folder)
-        (self.folder / "slurm.conf").write_text(conf + nodes + partitions)
+        (self.folder / "slurm.conf").write_text(conf + nodes + _PARTITIONS)
         gpus = f"NodeName=node[1-{len(self.nodes)}] Name=gpu File={self.folder}/gpu/nvidia[0-{_GPUS - 1}]\n"
         (self.folder / "gres.conf").write_text(gpus)
         names = "".join(f"127.0.0.1 {name}\n" for name in self.nodes)
