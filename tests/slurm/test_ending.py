@@ -33,7 +33,7 @@ echo "$*" >> asked
 [[ ! -f silent ]] || exit 1
 case "$1 $2" in
     "show job") cat job.txt ;;
-    "show partition") printf 'PartitionName=low\\n   AllocNodes=ALL Default=NO\\n   DisableRootJobs=NO GraceTime={grace} Hidden=NO\\n' ;;
+    "show partition") printf 'PartitionName=low\\n   Default=NO\\n   DisableRootJobs=NO GraceTime={grace} Hidden=NO\\n' ;;
     requeue*)
         if [[ -f after.txt ]]; then cp after.txt job.txt; fi
         [[ ! -f refuses ]]
