@@ -1,6 +1,7 @@
 """The attention core of a layer: from Megatron's [s, b, heads, width] to a backend's streams and back.
 
-Shape legend: B rows, N slots, H query heads, G key-value heads, D head width; a Megatron b of 2B is [real rows | shadow rows].
+Shape legend: B rows, N slots of a row, H query heads, G key/value heads, D head width; Megatron's b holds the rows of all streams
+(see `streams`).
 """
 
 from __future__ import annotations
@@ -8,12 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.transformer.module import MegatronModule
 
-from megatron_dmtd.models.streams import Streams
+from megatron_dmtd.architecture import AttentionSpec, Stream
+from megatron_dmtd.architecture.rotary import attention_factor
+from megatron_dmtd.models.streams import VisitStreams
 
-#: what a layer's stream is: `sequential` also names every layer of a vanilla model
-LAYER_KINDS = ("parallel", "last_parallel", "sequential")
+_Keys = dict[Stream, tuple[torch.Tensor, torch.Tensor]]
 
 
 def _to_backend(x_sbhd: torch.Tensor) -> torch.Tensor:
@@ -26,12 +29,12 @@ def _from_backend(x_BHND: torch.Tensor) -> torch.Tensor:
 
 
 class StreamAttentionCore(MegatronModule):
-    """Stands where Megatron's DotProductAttention stands; the kind of layer says which streams it holds."""
+    """Stands where Megatron's DotProductAttention stands: rotates queries and keys, then each stream attends."""
 
-    def __init__(self, config: Any, *, layer_kind: str, **_: Any) -> None:
+    def __init__(self, config: Any, *, attention: AttentionSpec, pg_collection: Any, **_: Any) -> None:
         super().__init__(config=config)
-        assert layer_kind in LAYER_KINDS, layer_kind
-        self.layer_kind = layer_kind
+        self.attention = attention
+        self.cp_group = pg_collection.cp
 
     def forward(
         self,
@@ -41,22 +44,27 @@ class StreamAttentionCore(MegatronModule):
         attention_mask: None,
         /,
         *,
-        packed_seq_params: Streams,
+        packed_seq_params: VisitStreams,
         **_: Any,
     ) -> torch.Tensor:
-        """Attend; [s, b, heads * width]."""
+        """The queries are those of the streams that leave the visit, keys and values those of all; [s, b, heads * width]."""
         assert attention_mask is None, "visibility comes from the streams, not from a mask"
-        q, k, v = _to_backend(query), _to_backend(key), _to_backend(value)
-        backend = packed_seq_params.backend
-        if self.layer_kind == "sequential":
-            return _from_backend(backend.real(q, k, v))
-        if packed_seq_params.num_streams == 1:
-            return _from_backend(backend.shadow(q, k, v, None, None))
-        rows = k.shape[0] // 2
-        real_k, real_v = k[:rows], v[:rows]
-        if self.layer_kind == "last_parallel":
-            return _from_backend(backend.shadow(q, k[rows:], v[rows:], real_k, real_v))
-        real = backend.real(q[:rows], real_k, real_v)
-        shadow = backend.shadow(q[rows:], k[rows:], v[rows:], real_k, real_v)
+        visit = packed_seq_params
+        query_angles, key_angles = visit.rotary_angles(self.attention)
+        q_BHND = _to_backend(self._rotate(query, query_angles))
+        k_BGND, v_BGND = _to_backend(self._rotate(key, key_angles)), _to_backend(value)
+        queries = dict(zip(visit.outputs, q_BHND.chunk(len(visit.outputs)), strict=True))
+        streams = len(visit.streams)
+        keys = dict(zip(visit.streams, zip(k_BGND.chunk(streams), v_BGND.chunk(streams), strict=True), strict=True))
         # Joined in Megatron's form, which is how FlexAttention's output lies in memory: one copy, and not two.
-        return torch.cat((_from_backend(real), _from_backend(shadow)), dim=1)
+        found = [_from_backend(self._attend(visit, stream, queries[stream], keys)) for stream in visit.outputs]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+    def _rotate(self, x_sbhd: torch.Tensor, angles_NB1D: torch.Tensor) -> torch.Tensor:
+        factor = attention_factor(self.attention.rotary.scaling)
+        return apply_rotary_pos_emb(x_sbhd, angles_NB1D, self.config, mscale=factor, cp_group=self.cp_group)
+
+    def _attend(self, visit: VisitStreams, stream: Stream, q_BHND: torch.Tensor, keys: _Keys) -> torch.Tensor:
+        if stream is Stream.REAL:
+            return visit.backend.real(q_BHND, *keys[stream])
+        return visit.backend.shadow(q_BHND, *keys[stream], *keys.get(Stream.REAL, (None, None)))

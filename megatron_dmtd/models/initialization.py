@@ -24,7 +24,7 @@ def global_name(name: str, model: CycleModel) -> str:
     if not name.startswith(prefix):
         return name
     local, rest = name[len(prefix) :].split(".", 1)
-    return f"{prefix}{model.stage.first_layer + int(local)}.{rest}"
+    return f"{prefix}{model.stage.layers[int(local)]}.{rest}"
 
 
 def _generator(seed: int, name: str) -> torch.Generator:
@@ -52,12 +52,12 @@ def _part(matrix: torch.Tensor, name: str, *, dim: int, rank: int, size: int) ->
 
 @torch.no_grad()
 def initialize_weights(model: CycleModel, *, seed: int) -> None:
-    """Fill a stage's parameters: matrices from a normal distribution, norms with ones."""
+    """Fill a stage's parameters: matrices from a normal distribution, norms with ones, biases with zeros."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
     for local, parameter in model.named_parameters():
         if parameter.dim() == 1:
-            parameter.fill_(1.0)
+            parameter.fill_(0.0 if local.endswith(".bias") else 1.0)
             continue
         name = global_name(local, model)
         dim = parameter.partition_dim

@@ -1,98 +1,78 @@
-"""Layer specs: Megatron's own modules, with our attention core, and the last parallel layer of Refresh without its dead work.
+"""A layer from its LayerSpec: Megatron's TransformerLayer around the parts that the builders give.
 
-Shape legend: s slots (split over ranks under sequence parallelism), b rows of all streams, h hidden width.
+Hidden states are Megatron's [s, b, h]: see `streams`.
 """
 
 from __future__ import annotations
 
-import functools
+import copy
 from typing import Any
 
 import torch
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megatron_dmtd.models.attention_core import StreamAttentionCore
-from megatron_dmtd.models.norm import RMSNorm
+from megatron_dmtd.architecture import LayerSpec
+from megatron_dmtd.models.attention import attention_part
+from megatron_dmtd.models.mlp import mlp_part
+from megatron_dmtd.models.norm import norm_spec
+from megatron_dmtd.models.residual import residual_add
+from megatron_dmtd.models.streams import VisitStreams, select_rows
 
 
-class ShadowQueryAttention(SelfAttention):
-    """Self-attention whose real rows give keys and values only: nothing reads the real stream after the last parallel layer."""
-
-    def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Queries of the shadow rows [s, B, H, D]; keys and values of both streams [s, 2B, G, D]."""
-        real, shadow = (rows.contiguous() for rows in hidden_states.chunk(2, dim=1))
-        query, shadow_key, shadow_value = super().get_query_key_value_tensors(shadow, *args, **kwargs)
-        real_key, real_value = self._key_value(real)
-        return query, torch.cat((real_key, shadow_key), dim=1), torch.cat((real_value, shadow_value), dim=1)
-
-    def _key_value(self, hidden_sbh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        width = self.hidden_size_per_attention_head
-        groups = self.num_query_groups_per_partition
-        rows_per_group = self.num_attention_heads_per_partition // groups + 2
-        # Megatron stores each group's queries, then its key, then its value.
-        weight = self.linear_qkv.weight.view(groups, rows_per_group, width, -1)[:, -2:].flatten(0, 2)
-        # The public forward accepts a weight of the full shape only.
-        mixed = self.linear_qkv._forward_impl(
-            input=hidden_sbh,
-            weight=weight,
-            bias=None,
-            gradient_accumulation_fusion=False,  # the weight is a slice, which has no main_grad to accumulate into
-            allreduce_dgrad=self.linear_qkv.allreduce_dgrad,
-            sequence_parallel=self.linear_qkv.sequence_parallel,
-            grad_output_buffer=None,
-            wgrad_deferral_limit=None,
-            tp_group=self.tp_group,
-        )
-        key, value = mixed.view(*mixed.shape[:2], groups, 2 * width).split(width, dim=-1)
-        return (self.k_layernorm(key) if self.k_layernorm is not None else key), value
+def layer_settings(layer: LayerSpec) -> dict[str, Any]:
+    """The fields of Megatron's TransformerConfig that say how this layer looks."""
+    parts = attention_part(layer.attention).settings | mlp_part(layer.mlp).settings
+    return parts | {"normalization": "RMSNorm", "layernorm_epsilon": layer.norm.eps}
 
 
-class LastParallelLayer(TransformerLayer):
-    """The last parallel layer of a Refresh model: two streams in, the shadow stream out."""
+def _with_settings(config: Any, settings: dict[str, Any]) -> Any:
+    """A TransformerConfig with these fields; the same object if it has them, so that layers that are alike share one."""
+    changed = {name: value for name, value in settings.items() if getattr(config, name) != value}
+    if not changed:
+        return config
+    other = copy.copy(config)
+    for name, value in changed.items():
+        setattr(other, name, value)
+    return other
 
-    def _forward_attention(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+
+class StreamLayer(TransformerLayer):
+    """A layer whose visits may end streams: of those, nothing but their keys and values is computed."""
+
+    def __init__(self, config: Any, submodules: TransformerLayerSubmodules, *, settings: dict[str, Any], **keywords: Any) -> None:
+        super().__init__(_with_settings(config, settings), submodules, **keywords)
+
+    def _forward_attention(
+        self, hidden_states: torch.Tensor, *, packed_seq_params: VisitStreams, **keywords: Any
+    ) -> tuple[torch.Tensor, None]:
+        visit = packed_seq_params
+        if not visit.ending:
+            return super()._forward_attention(hidden_states, packed_seq_params=visit, **keywords)
+        normed = self.input_layernorm(hidden_states)
         attended = self.self_attention(
-            self.input_layernorm(hidden_states),
+            select_rows(normed, visit.streams, visit.outputs),
             attention_mask=None,
-            rotary_pos_emb=kwargs["rotary_pos_emb"],
-            packed_seq_params=kwargs["packed_seq_params"],
+            key_value_states=select_rows(normed, visit.streams, visit.ending),
+            packed_seq_params=visit,
         )
-        residual = hidden_states.chunk(2, dim=1)[1]
+        residual = select_rows(hidden_states, visit.streams, visit.outputs)
         with self.bias_dropout_add_exec_handler():
             add = self.self_attn_bda(self.training, self.config.bias_dropout_fusion)
             return add(attended, residual, self.hidden_dropout), None
 
 
-def layer_spec(*, layer_kind: str, qk_norm: bool) -> ModuleSpec:
-    """The spec of one layer. `layer_kind` is one of `attention_core.LAYER_KINDS`."""
-    drops_real_rows = layer_kind == "last_parallel"
-    attention = ModuleSpec(
-        module=ShadowQueryAttention if drops_real_rows else SelfAttention,
-        params={"attn_mask_type": AttnMaskType.arbitrary},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=functools.partial(StreamAttentionCore, layer_kind=layer_kind),
-            linear_proj=RowParallelLinear,
-            q_layernorm=RMSNorm if qk_norm else IdentityOp,
-            k_layernorm=RMSNorm if qk_norm else IdentityOp,
-        ),
-    )
-    mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+def layer_spec(layer: LayerSpec) -> ModuleSpec:
+    """The spec from which Megatron's block builds a layer. What a visit brings to it, each call says."""
     return ModuleSpec(
-        module=LastParallelLayer if drops_real_rows else TransformerLayer,
+        module=StreamLayer,
+        params={"settings": layer_settings(layer)},
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
+            input_layernorm=norm_spec(layer.norm),
+            self_attention=attention_part(layer.attention).spec,
+            self_attn_bda=residual_add(),
+            pre_mlp_layernorm=norm_spec(layer.norm),
+            mlp=mlp_part(layer.mlp).spec,
+            mlp_bda=residual_add(),
         ),
     )

@@ -2,8 +2,7 @@
 
 Parameters have the names, shapes and count of Megatron's GPTModel: any Qwen3-like decoder is the same weights.
 
-Shape legend: B rows, N slots per row, s slots of this rank under sequence parallelism (else N), b rows of the streams in a layer
-(B, or 2B as [real | shadow]), h hidden width, V padded vocabulary of this rank.
+Shape legend: B rows, N slots of a row, V padded vocabulary of this rank. Hidden states are Megatron's [s, b, h]: see `streams`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import ModelType
@@ -22,11 +20,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
+from megatron_dmtd.architecture import Stream
 from megatron_dmtd.attention import StreamLayout, make_backend
 from megatron_dmtd.config import Config
 from megatron_dmtd.cycle import shadow_ids
 from megatron_dmtd.models.block import CycleBlock
-from megatron_dmtd.models.streams import Streams
+from megatron_dmtd.models.rotary import RotaryAngles
+from megatron_dmtd.models.streams import MicrobatchStreams, select_rows
 from megatron_dmtd.models.vocab import padded_vocab_size
 from megatron_dmtd.parallel.placement import Placement, Stage
 
@@ -50,38 +50,33 @@ class CycleModel(LanguageModule):
         self.model_type = ModelType.encoder_or_decoder
         self.pre_process = self.stage.has_input_embedding
         self.post_process = self.stage.has_output
-        self.padded_vocab_size = padded_vocab_size(config.model.vocab_size)
+        self.schedule = placement.schedule
+        self.padded_vocab_size = padded_vocab_size(self.schedule.decoder.vocab_size)
         self._build(groups)
         self._mark_partitions()
         self._mark_table_copies()
 
     def _build(self, groups: Any) -> None:
-        model = self.settings.model
+        decoder = self.schedule.decoder
         if self.stage.has_embedding:
             self.embedding = LanguageModelEmbedding(
                 config=self.config,
                 vocab_size=self.padded_vocab_size,
-                max_sequence_length=model.max_position_embeddings,
+                max_sequence_length=decoder.max_position_embeddings,
                 position_embedding_type="rope",
                 tp_group=groups.tp,
             )
-        self.rotary_pos_emb = RotaryEmbedding(
-            kv_channels=model.head_dim,
-            rotary_percent=1.0,
-            rotary_base=model.rope_theta,
-            use_cpu_initialization=self.config.use_cpu_initialization,
-            cp_group=groups.cp,
-        )
-        self.decoder = CycleBlock(self.config, model=model, stage=self.stage, pg_collection=groups)
+        self.rotary_angles = RotaryAngles(decoder.rotary_profiles)
+        self.decoder = CycleBlock(self.config, schedule=self.schedule, stage=self.stage, pg_collection=groups)
         if self.stage.has_output:
             self.output_layer = tensor_parallel.ColumnParallelLinear(
-                model.hidden_size,
+                decoder.hidden_size,
                 self.padded_vocab_size,
                 config=self.config,
                 init_method=self.config.init_method,
                 bias=False,
                 gather_output=False,
-                skip_weight_param_allocation=model.tie_word_embeddings and self.stage.has_embedding,
+                skip_weight_param_allocation=decoder.tie_word_embeddings and self.stage.has_embedding,
                 tp_group=groups.tp,
             )
 
@@ -172,48 +167,43 @@ class CycleModel(LanguageModule):
         [B, N, vocab] (gathered over tensor ranks).
         """
         streams = self._streams(positions_BN, document_lengths)
-        hidden_sbh, token_embedding_sbh = self._embed(tokens_BN, positions_BN, streams)
+        hidden_sbh, token_embedding_sbh = self._embed(tokens_BN, positions_BN)
         hidden = self.decoder(hidden_sbh, streams=streams, token_embedding_sbh=token_embedding_sbh)
         if not self.stage.has_output:
             return hidden
         return self._head(hidden, labels_BN)
 
-    def _streams(self, positions_BN: torch.Tensor, document_lengths: tuple[tuple[int, ...], ...]) -> Streams:
-        cycle = self.settings.cycle
+    def _streams(self, positions_BN: torch.Tensor, document_lengths: tuple[tuple[int, ...], ...]) -> MicrobatchStreams:
+        method = self.schedule.method
         layout = StreamLayout(
             positions_BN=positions_BN,
             document_lengths=document_lengths,
-            cycle_length=cycle.cycle_length,
-            history="real" if cycle.is_vanilla else cycle.history,
-            block_attention="causal" if cycle.is_vanilla else cycle.block_attention,
+            cycle_length=method.cycle_length,
+            history=method.history,
+            block_attention=method.block_attention,
         )
-        table_P11R = self.rotary_pos_emb.get_emb(positions_BN.shape[1])
-        return Streams(
-            backend=make_backend(self.backend_name, layout),
-            # Positions restart with each document, so each slot gathers its own angles.
-            angles_NB1R=table_P11R[:, 0, 0][positions_BN.t()][:, :, None],
-            num_streams=2 if not cycle.is_vanilla and cycle.history == "real" else 1,
-        )
+        return MicrobatchStreams(backend=make_backend(self.backend_name, layout), angles=self.rotary_angles(positions_BN))
 
-    def _embed(
-        self, tokens_BN: torch.Tensor, positions_BN: torch.Tensor, streams: Streams
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The streams that enter the first layer, and `Embed(x)` for the split; None where this stage needs none."""
-        cycle = self.settings.cycle
-        if not self.stage.has_embedding:
+    def _embed(self, tokens_BN: torch.Tensor, positions_BN: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The streams that enter the first visit, and `Embed(x)` for the split; None where this stage needs none."""
+        entering = self.stage.visits[0].streams if self.stage.has_input_embedding else ()
+        injected = (Stream.REAL,) if self.stage.has_split else ()
+        needed = tuple(stream for stream in Stream if stream in entering + injected)
+        if not needed:
             return None, None
-        if cycle.is_vanilla:
-            return self.embedding(tokens_BN, positions_BN), None
-        if not self.stage.has_input_embedding:
-            return None, self.embedding(tokens_BN, positions_BN)
-        shadow_BN = shadow_ids(tokens_BN, positions_BN, cycle_length=cycle.cycle_length, mask_token_id=cycle.mask_token_id)
-        needs_real = streams.num_streams == 2 or self.stage.has_split
-        if not needs_real:
-            return self.embedding(shadow_BN, positions_BN), None
-        both_sbh = self.embedding(torch.cat((tokens_BN, shadow_BN)), torch.cat((positions_BN, positions_BN)))
-        rows = tokens_BN.shape[0]
-        hidden = both_sbh if streams.num_streams == 2 else both_sbh[:, rows:]
-        return hidden, both_sbh[:, :rows] if self.stage.has_split else None
+        ids = [self._stream_ids(stream, tokens_BN, positions_BN) for stream in needed]
+        if len(needed) == 1:
+            embedded_sbh = self.embedding(ids[0], positions_BN)
+        else:
+            embedded_sbh = self.embedding(torch.cat(ids), torch.cat((positions_BN,) * len(needed)))
+        hidden_sbh = select_rows(embedded_sbh, needed, entering) if entering else None
+        return hidden_sbh, select_rows(embedded_sbh, needed, injected) if injected else None
+
+    def _stream_ids(self, stream: Stream, tokens_BN: torch.Tensor, positions_BN: torch.Tensor) -> torch.Tensor:
+        if stream is Stream.REAL:
+            return tokens_BN
+        method = self.schedule.method
+        return shadow_ids(tokens_BN, positions_BN, cycle_length=method.cycle_length, mask_token_id=method.mask_token_id)
 
     def _head(self, hidden_sbh: torch.Tensor, labels_BN: torch.Tensor | None) -> torch.Tensor:
         weight = self.shared_embedding_or_output_weight() if self.placement.tied else None
@@ -222,11 +212,11 @@ class CycleModel(LanguageModule):
         if labels_BN is not None:
             return self.compute_language_model_loss(labels_BN, logits_NBV)
         full = tensor_parallel.gather_from_tensor_model_parallel_region(logits_NBV, group=self.tp_group)
-        return full[..., : self.settings.model.vocab_size].transpose(0, 1).contiguous()
+        return full[..., : self.schedule.decoder.vocab_size].transpose(0, 1).contiguous()
 
     def _hide_padded_rows(self, logits_NBV: torch.Tensor) -> None:
         """Give the rows that only pad the vocabulary no probability, so that the loss is that of the real vocabulary."""
         first = self.tp_group.rank() * logits_NBV.shape[-1]
-        num_real = max(0, self.settings.model.vocab_size - first)
+        num_real = max(0, self.schedule.decoder.vocab_size - first)
         if num_real < logits_NBV.shape[-1]:
             logits_NBV[..., num_real:] = float("-inf")

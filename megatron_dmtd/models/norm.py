@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megatron_dmtd.architecture import NormSpec
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -13,6 +17,12 @@ class RMSNorm(torch.nn.RMSNorm):
     Megatron's own wrapper refuses sequence parallelism (megatron-core 0.16.1).
     """
 
-    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+    def __init__(self, config: Any, hidden_size: int, eps: float, *, norm: NormSpec | None = None) -> None:
+        """`norm` is what the decoder says; without it `eps`, Megatron's one value for the whole model, counts."""
+        super().__init__(hidden_size, eps=eps if norm is None else norm.eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def norm_spec(norm: NormSpec | None) -> ModuleSpec | type:
+    """The norm, or what stands where there is none."""
+    return IdentityOp if norm is None else ModuleSpec(module=RMSNorm, params={"norm": norm})

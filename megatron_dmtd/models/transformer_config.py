@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import silu
 
 from megatron_dmtd.config import Config
 from megatron_dmtd.parallel.placement import Placement, place
@@ -44,25 +43,20 @@ def transformer_config(config: Config, *, on_cuda: bool) -> Any:
     """
     from megatron.core.transformer import TransformerConfig
 
-    model, parallel = config.model, config.parallel
-    placement = place(config)
+    from megatron_dmtd.models.layers import layer_settings
+
+    parallel, placement = config.parallel, place(config)
+    decoder = placement.schedule.decoder
     dtype = DTYPES[config.training.precision]
     return TransformerConfig(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.intermediate_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_key_value_heads,
-        kv_channels=model.head_dim,
-        qk_layernorm=model.qk_norm,
-        normalization="RMSNorm",
-        layernorm_epsilon=model.rms_norm_eps,
-        gated_linear_unit=True,
-        activation_func=silu,
+        num_layers=decoder.num_layers,
+        hidden_size=decoder.hidden_size,
+        # Those of the first layer. Layers that differ have their own (`layers.StreamLayer`).
+        **layer_settings(decoder.layers[0]),
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        init_method_std=model.init_std,
+        init_method_std=config.model.init_std,
         perform_initialization=False,
         use_cpu_initialization=not on_cuda,
         tensor_model_parallel_size=parallel.tensor,

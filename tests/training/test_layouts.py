@@ -113,7 +113,7 @@ def _swap_streams() -> None:
     original = attention_core.StreamAttentionCore.forward
 
     def swapped(self: Any, query: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        if self.layer_kind == "parallel":
+        if len(keywords["packed_seq_params"].outputs) == 2:
             query = query.roll(query.shape[1] // 2, dims=1)
         return original(self, query, *arguments, **keywords)
 
