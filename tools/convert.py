@@ -6,11 +6,10 @@
     python tools/convert.py verify runs/mine exported --dtype bfloat16
     python tools/convert.py diff runs/mine runs/other
 
-`import` makes a checkpoint to start training from (`checkpoint.init_from`). `export` takes a checkpoint, or a run's newest one.
-`verify` and `diff` compare any two of Hugging Face directories, checkpoints and runs, bit for bit: `verify` names all that
-differs, `diff` also says by how much. A checkpoint that is read is first compared with its checksums, unless
-`--skip-checksums` is given. Exit status: 0 done or equal, 1 different, 2 refused,
-130 interrupted.
+`import` makes a checkpoint to start training from (`checkpoint.init_from`). `export` takes a checkpoint, or the newest one of a
+run. `verify` and `diff` compare any two Hugging Face directories, checkpoints or runs bit for bit: `verify` lists all
+differences, `diff` also says how large they are. Checkpoints are verified against their checksums when they are read, unless
+`--skip-checksums` is given. Exit status: 0 done or equal, 1 different, 2 refused, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -43,40 +42,42 @@ def _parser() -> argparse.ArgumentParser:
 
     importing = commands.add_parser("import", help="Hugging Face directory or GGUF file to checkpoint", allow_abbrev=False)
     importing.add_argument("hf_directory", help="Qwen3, Llama or DMTD model directory with safetensors, or a GGUF file")
-    importing.add_argument("output", help="directory to make")
+    importing.add_argument("output", help="directory to create")
     importing.add_argument(
-        "--variant", choices=sorted(VARIANTS), help="what an ordinary decoder is to learn; without it: vanilla"
+        "--variant", choices=sorted(VARIANTS), help="variant that an ordinary decoder will be trained as (default: vanilla)"
     )
-    importing.add_argument("--num-parallel-layers", type=int, help="layers that run once per cycle; goes with --variant")
-    importing.add_argument("--mask-token-id", type=int, help="id of a token not yet known; goes with --variant")
-    importing.add_argument("--cycle-length", type=int, help="tokens per cycle, 4 if not given; goes with --variant")
+    importing.add_argument("--num-parallel-layers", type=int, help="layers that run once per cycle; requires --variant")
+    importing.add_argument("--mask-token-id", type=int, help="id that stands for a token not yet known; requires --variant")
+    importing.add_argument("--cycle-length", type=int, help="tokens per cycle (default: 4); requires --variant")
 
     exporting = commands.add_parser("export", help="checkpoint to Hugging Face directory", allow_abbrev=False)
-    exporting.add_argument("checkpoint", help="checkpoint, or run directory (its newest one)")
-    exporting.add_argument("output", help="directory to make")
-    exporting.add_argument("--dtype", choices=list(_DTYPES), help="type to store; without it: as in the checkpoint")
-    exporting.add_argument("--vanilla", action="store_true", help="as an ordinary decoder that transformers knows")
-    exporting.add_argument("--tokenizer", help="directory of the tokenizer to copy; without it: the checkpoint's data.tokenizer")
+    exporting.add_argument("checkpoint", help="checkpoint, or run directory (its newest checkpoint)")
+    exporting.add_argument("output", help="directory to create")
+    exporting.add_argument("--dtype", choices=list(_DTYPES), help="type to store (default: that of the checkpoint)")
+    exporting.add_argument(
+        "--vanilla", action="store_true", help="export an ordinary decoder that transformers supports by itself"
+    )
+    exporting.add_argument("--tokenizer", help="directory of the tokenizer to copy (default: the checkpoint's data.tokenizer)")
 
-    inspecting = commands.add_parser("inspect", help="what a directory holds, and whether it is whole", allow_abbrev=False)
+    inspecting = commands.add_parser("inspect", help="what a directory holds, and whether it is complete", allow_abbrev=False)
     inspecting.add_argument("path", help="Hugging Face directory, checkpoint or run directory")
 
     verifying = commands.add_parser("verify", help="whether two directories hold the same model", allow_abbrev=False)
-    diffing = commands.add_parser("diff", help="how far two models differ", allow_abbrev=False)
+    diffing = commands.add_parser("diff", help="how much two models differ", allow_abbrev=False)
     for comparing in (verifying, diffing):
         comparing.add_argument("first", help="Hugging Face directory, checkpoint or run directory")
-        comparing.add_argument("second", help="the same")
-        comparing.add_argument("--dtype", choices=list(_DTYPES), help="cast the first one's weights before comparing")
-        comparing.add_argument("--any-method", action="store_true", help="the cycles may differ, as in a vanilla export")
-    for reading in (exporting, inspecting, verifying, diffing):
-        reading.add_argument(
-            "--skip-checksums", action="store_true", help="do not read checkpoints whole beforehand to find damaged files"
+        comparing.add_argument("second", help="the same, to compare with the first")
+        comparing.add_argument("--dtype", choices=list(_DTYPES), help="cast the first model's weights before comparing")
+        comparing.add_argument(
+            "--any-method", action="store_true", help="ignore differences in the method, as for a vanilla export"
         )
+    for reading in (exporting, inspecting, verifying, diffing):
+        reading.add_argument("--skip-checksums", action="store_true", help="do not verify checkpoints against their checksums")
     return parser
 
 
 def _cycle(arguments: argparse.Namespace) -> CycleConfig | None:
-    """The cycles that the options describe; None without options. Split and mask id have no default that fits every model."""
+    """The method that the options describe; None without options. Split and MASK id have no default that suits every model."""
     given = {name: getattr(arguments, name) for name in _CYCLE_OPTIONS if getattr(arguments, name) is not None}
     if arguments.variant is None and not given:
         return None
@@ -114,16 +115,16 @@ def _summary(source: Source) -> str:
 
 
 def _words_on_bytes(path: str, *, verified: bool) -> str:
-    """Whether a model's files are known to be as they were written."""
+    """What is known about the integrity of a model's files."""
     if is_hf_directory(path):
         return "no checksums in this format"
     if not has_checksums(find_step_directory(path)):
-        return f"no {CHECKSUMS_FILE}: damage inside a tensor would not be seen"
+        return f"no {CHECKSUMS_FILE}: damage inside a tensor would go unnoticed"
     return f"as {CHECKSUMS_FILE} records them" if verified else "not compared with their checksums"
 
 
 def _say_if_unverified(path: str, *, verified: bool) -> None:
-    """One line on standard error about a checkpoint that is read without comparing its bytes."""
+    """Print a line on standard error about a checkpoint that is read without verification."""
     if not is_hf_directory(path) and not (verified and has_checksums(find_step_directory(path))):
         print(f"{path}: {_words_on_bytes(path, verified=verified)}", file=sys.stderr)
 
@@ -155,7 +156,7 @@ def _names_only(comparison: Comparison) -> list[str]:
 
 
 def _with_sizes(comparison: Comparison) -> list[str]:
-    """The tensors that differ most come first."""
+    """Lines with the size of each difference; the tensors that differ most come first."""
     lines = [*comparison.settings, *comparison.structure]
     if comparison.values:
         lines.append(f"{'relative':>10} {'largest':>10} {'differing':>20}  tensor")
@@ -199,12 +200,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{type(error).__name__}\n{error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted: nothing half-written stays; start the same command again", file=sys.stderr)
+        print("interrupted: no partial output remains; run the same command again", file=sys.stderr)
         return 130
 
 
 def _end_on_signal(number: int, frame: object) -> None:
-    """Leave by an exception, which removes what is half-written."""
+    """Exit through an exception, so that partial output is removed."""
     sys.exit(128 + number)
 
 

@@ -3,9 +3,9 @@
     python tools/evaluate.py exported --data data/valid --output report
     python tools/evaluate.py exported --text held_out.txt --reference Qwen3-0.6B --output report
 
-Loss of phase k is that of the tokens predicted at slot k of their cycles, by the training rules. Agreement compares greedy
+The loss of phase k is that of the tokens predicted at phase k of their cycles, by the training rules. Agreement compares greedy
 outputs with those of `--reference`, or of the same weights as an ordinary decoder: the share of equal tokens at each distance
-from the prompt, and the length of the common beginning. `report/` gets `results.json`, `loss.png`, `agreement.png` and
+from the prompt, and the length of the common prefix. The report folder gets `results.json`, `loss.png`, `agreement.png` and
 `speed.png`.
 """
 
@@ -28,7 +28,7 @@ from megatron_dmtd.inference.text import encode, load_tokenizer
 
 
 def positive(text: str) -> int:
-    """A count, as a command-line value."""
+    """A positive integer given on the command line."""
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{value} is less than 1")
     return value
@@ -43,26 +43,31 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--data", help="prefix of a token file (tools/preprocess.py)")
     source.add_argument("--text", type=Path, help="text file; one document")
-    parser.add_argument("--reference", help="model directory to compare outputs with; default: the same weights, vanilla")
-    parser.add_argument("--output", type=Path, required=True, help="folder to make")
-    parser.add_argument("--documents", type=positive, default=32, help="documents read at most (default: %(default)s)")
+    parser.add_argument("--reference", help="model directory to compare outputs with (default: the same weights as vanilla)")
+    parser.add_argument("--output", type=Path, required=True, help="folder to create")
+    parser.add_argument("--documents", type=positive, default=32, help="maximum number of documents (default: %(default)s)")
     parser.add_argument(
-        "--max-length", type=positive, default=1024, help="tokens of a document used at most (default: %(default)s)"
+        "--max-length", type=positive, default=1024, help="maximum tokens to use of a document (default: %(default)s)"
     )
     parser.add_argument(
-        "--prompt-length", type=positive, default=32, help="tokens of a document that prompt an output (default: %(default)s)"
+        "--prompt-length", type=positive, default=32, help="tokens of a document used as a prompt (default: %(default)s)"
     )
-    parser.add_argument("--max-new-tokens", type=positive, default=64, help="tokens of an output (default: %(default)s)")
-    parser.add_argument("--batch", type=positive, default=4, help="outputs decoded at once (default: %(default)s)")
     parser.add_argument(
-        "--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights and activations (default: %(default)s)"
+        "--max-new-tokens", type=positive, default=64, help="tokens to generate per prompt (default: %(default)s)"
     )
-    parser.add_argument("--device", help="such as cpu or cuda:1 (default: a GPU if there is one)")
+    parser.add_argument("--batch", type=positive, default=4, help="prompts to decode at once (default: %(default)s)")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16"),
+        help="type of weights and activations (default: %(default)s)",
+    )
+    parser.add_argument("--device", help="for example cpu or cuda:1 (default: a GPU if there is one)")
     return parser.parse_args(argv)
 
 
 def read_documents(options: argparse.Namespace) -> list[list[int]]:
-    """Token ids of the documents, cut to `max_length`. Raises `DataError` if none is long enough to prompt an output."""
+    """Token ids of the documents, cut to `max_length`. Raises `DataError` if none is long enough for a prompt."""
     if options.data is not None:
         from megatron_dmtd.data.token_file import TokenFile
 
@@ -87,7 +92,7 @@ def read_documents(options: argparse.Namespace) -> list[list[int]]:
 
 
 def loss_by_phase(engine: Engine, documents: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Mean loss in nats per token, of all predicted tokens and by the phase of the position that predicts."""
+    """Mean loss in nats per token, over all predicted tokens and by the phase of the predicting position."""
     sums = [0.0] * engine.method.cycle_length
     counts = [0] * engine.method.cycle_length
     for document in documents:
@@ -99,7 +104,7 @@ def loss_by_phase(engine: Engine, documents: Sequence[Sequence[int]]) -> dict[st
 
 
 def outputs(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> tuple[list[tuple[int, ...]], float]:
-    """Greedy outputs, and tokens per second of all of them together, prompts included."""
+    """Greedy outputs, and their combined tokens per second, including the time for prompts."""
     start = time.perf_counter()
     completions = engine.generate(prompts, max_new_tokens=max_new_tokens, params=SamplingParams(ignore_eos=True))
     seconds = time.perf_counter() - start
@@ -110,7 +115,7 @@ def outputs(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: in
 
 
 def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Share of equal tokens at each distance from the prompt, and the mean length of the common beginning."""
+    """Share of equal tokens at each distance from the prompt, and the mean length of the common prefix."""
     equal = [[one == other for one, other in zip(*pair)] for pair in zip(ours, theirs)]
     common = [row.index(False) if False in row else len(row) for row in equal]
     return {
@@ -122,7 +127,7 @@ def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) ->
 
 
 def make_engine(model: str, options: argparse.Namespace, *, batch: int, variant: str | None = None) -> Engine:
-    """An engine long enough for documents and outputs."""
+    """An engine with room for documents and outputs. Raises `ConfigError` if the model is too short."""
     config = EngineConfig(max_batch=batch, prefix_caching=False)
     engine = Engine(model, config, dtype=options.dtype, device=options.device, variant=variant)
     needed = max(options.max_length, options.prompt_length + options.max_new_tokens)
@@ -136,7 +141,7 @@ def make_engine(model: str, options: argparse.Namespace, *, batch: int, variant:
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
-    """All figures."""
+    """Compute all results."""
     documents = read_documents(options)
     engine = make_engine(options.model, options, batch=options.batch)
     results: dict[str, Any] = {"model": str(options.model), "variant": engine.method.variant}
@@ -154,7 +159,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def draw(results: dict[str, Any], folder: Path) -> None:
-    """The three plots."""
+    """Draw the three plots."""
     from matplotlib.figure import Figure
 
     reference = results["reference"]
@@ -188,18 +193,18 @@ def draw(results: dict[str, Any], folder: Path) -> None:
 
 
 def make_parent(target: Path) -> None:
-    """Make the folder that `target` will be in, before hours of work. Raises `ConfigError` if nothing can be written there."""
+    """Create the parent folder of `target` before the long work. Raises `ConfigError` if nothing can be written there."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=target.parent).close()
     except OSError as error:
         raise ConfigError(
-            found=f"--output {target}: {error}", required="a folder that can be made", remedy="choose another --output"
+            found=f"--output {target}: {error}", required="a folder that can be created", remedy="choose another --output"
         ) from error
 
 
 def write_report(results: dict[str, Any], target: Path) -> None:
-    """Make `target` whole, or not at all."""
+    """Write `target` completely, or not at all."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as aside:
         folder = Path(aside) / "report"
         folder.mkdir()

@@ -2,7 +2,7 @@
 
     python tools/generate.py exported "def main():" --max-new-tokens 128
     python tools/generate.py exported "Once upon a time" --temperature 0.8 --top-p 0.95 --n 3 --seed 7 --stats
-    python tools/generate.py exported --prompts prompts.txt --no-stream      (one prompt a line)
+    python tools/generate.py exported --prompts prompts.txt --no-stream      (one prompt per line)
     echo "Once upon a time" | python tools/generate.py exported --prompts -
     python tools/generate.py exported "..." --vanilla                        (the same weights as an ordinary decoder)
 
@@ -25,15 +25,15 @@ from megatron_dmtd.inference.text import OutputText, encode, load_tokenizer
 
 #: the sampling options: name, type, what it does
 _SAMPLING: tuple[tuple[str, type, str], ...] = (
-    ("temperature", float, "0 takes the likeliest token; otherwise logits are divided by it"),
-    ("top-k", int, "draw from the k likeliest tokens; 0: from all"),
-    ("top-p", float, "draw from the likeliest tokens that together reach this probability"),
-    ("min-p", float, "drop tokens less likely than this share of the likeliest one's probability"),
-    ("seed", int, "of the random numbers: the same seed gives the same output"),
-    ("n", int, "outputs of each prompt; they differ if the temperature is above 0"),
-    ("repetition-penalty", float, "above 1: tokens of the prompt and the output become less likely"),
+    ("temperature", float, "0 picks the most likely token; otherwise logits are divided by it"),
+    ("top-k", int, "sample from the k most likely tokens; 0: from all"),
+    ("top-p", float, "sample from the most likely tokens that together reach this probability"),
+    ("min-p", float, "drop tokens less likely than this fraction of the most likely one's probability"),
+    ("seed", int, "random seed: the same seed gives the same output"),
+    ("n", int, "outputs per prompt; they differ if the temperature is above 0"),
+    ("repetition-penalty", float, "above 1, tokens of the prompt and the output become less likely"),
     ("presence-penalty", float, "subtracted from the logits of tokens in the output"),
-    ("frequency-penalty", float, "the same, for each time that a token occurs"),
+    ("frequency-penalty", float, "the same, times the number of occurrences"),
 )
 
 
@@ -44,35 +44,42 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("model", help="export, or Qwen3 or Llama directory, with its tokenizer")
     parser.add_argument("prompt", nargs="*", help="one or more prompts")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="file with one more prompt a line; - is standard input")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens of an output at most (default: %(default)s)")
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="file with further prompts, one per line; - is standard input"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="maximum tokens of an output (default: %(default)s)")
     for name, kind, text in _SAMPLING:
         default = getattr(SamplingParams(), name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: %(default)s)")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends an output; may be given several times")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="text that ends an output; may be repeated")
     parser.add_argument("--vanilla", action="store_true", help="decode a DMTD model's weights as an ordinary decoder")
-    parser.add_argument("--max-batch", type=int, default=8, help="outputs decoded at once (default: %(default)s)")
+    parser.add_argument("--max-batch", type=int, default=8, help="outputs to decode at once (default: %(default)s)")
     parser.add_argument(
-        "--max-length", type=int, help="tokens of a prompt and its output at most (default: the model's positions)"
+        "--max-length", type=int, help="maximum tokens of a prompt plus its output (default: the model's positions)"
     )
     parser.add_argument(
-        "--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights and activations (default: %(default)s)"
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16"),
+        help="type of weights and activations (default: %(default)s)",
     )
-    parser.add_argument("--matrix-dtype", choices=("float32", "bfloat16"), help="bfloat16: half the memory, in fp32 arithmetic")
-    parser.add_argument("--device", help="such as cpu or cuda:1 (default: a GPU if there is one)")
-    parser.add_argument("--no-stream", action="store_true", help="print an output when it is complete")
+    parser.add_argument(
+        "--matrix-dtype", choices=("float32", "bfloat16"), help="bfloat16: matrices take half the memory; arithmetic stays fp32"
+    )
+    parser.add_argument("--device", help="for example cpu or cuda:1 (default: a GPU if there is one)")
+    parser.add_argument("--no-stream", action="store_true", help="print outputs only when they are complete")
     parser.add_argument("--stats", action="store_true", help="print counts and speed to standard error")
     return parser.parse_args(argv)
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:
-    """All prompts. Raises `DataError` if there is none."""
+    """All prompts. Raises `DataError` if there are none."""
     prompts = list(options.prompt)
     if options.prompts is not None:
         prompts += [line for line in _read(options.prompts).replace("\r\n", "\n").split("\n") if line]
     if not prompts:
         empty = "no prompt" if options.prompts is None else f"no prompt: --prompts {options.prompts} is empty"
-        raise DataError(found=empty, required="at least one", remedy="give a prompt, or --prompts FILE with one a line")
+        raise DataError(found=empty, required="at least one", remedy="give a prompt, or --prompts FILE with one per line")
     return prompts
 
 
@@ -84,7 +91,7 @@ def _read(path: Path) -> str:
 
 
 def sampling_params(options: argparse.Namespace) -> SamplingParams:
-    """How to choose tokens."""
+    """The sampling parameters."""
     return SamplingParams(
         temperature=options.temperature,
         top_k=options.top_k,
@@ -100,7 +107,7 @@ def sampling_params(options: argparse.Namespace) -> SamplingParams:
 
 
 def streamed_text(events: Iterable[Event], tokenizer: Any, ids: list[int], params: SamplingParams) -> Iterator[str]:
-    """Pieces of the output's text as they become certain."""
+    """Pieces of the output's text, as soon as they are final."""
     text = OutputText(tokenizer, ids, params.stop)
     for event in events:
         if piece := text.add(event.token_id, is_last=event.completion is not None):
@@ -144,7 +151,7 @@ def run(options: argparse.Namespace) -> int:
         device=options.device,
         variant=variant,
     )
-    params.check(engine.model.shape.vocab_size)  # for all prompts alike, so no single one is refused for it
+    params.check(engine.model.shape.vocab_size)  # the same for all prompts, so no single one is refused for it
     ids = [encode(tokenizer, prompt) for prompt in prompts]
     start = time.perf_counter()
     try:
@@ -157,7 +164,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def stream(engine: Engine, tokenizer: Any, prompt: str, ids: list[int], max_new: int, params: SamplingParams) -> int:
-    """Print the prompt and its output as it comes."""
+    """Print the prompt, and its output as it is decoded."""
     events = engine.stream(ids, max_new_tokens=max_new, params=params)
     print(prompt, end="", flush=True)
     try:
@@ -182,7 +189,7 @@ def complete(
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 some prompts were refused, 2 refused (the message says what to change), 130 interrupted."""
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the output
+        sys.stdout.reconfigure(errors="replace")  # a character that the terminal cannot show must not stop the output
     try:
         status = run(arguments(argv))
         sys.stdout.flush()
@@ -194,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader has gone (`| head`); what Python flushes at its end must go somewhere.
+        # The reader is gone (`| head`); what Python flushes at exit must go somewhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

@@ -1,8 +1,8 @@
-"""Print who sees whom in the parallel layers of a variant.
+"""Print the attention mask of the parallel layers of a variant.
 
-First line: what the last shadow slot of the first document reads, cycle by cycle (1 a real token, 0 MASK). Then the whole grid of
-training, rows reading columns; or, with --decode-cycle, the one forward that begins that cycle in decoding. Nothing is loaded or
-trained; a PNG of the training grid is written only on request.
+First line: what the last shadow slot of the first document reads, cycle by cycle (1 a real token, 0 MASK). Then the complete mask
+in training, where rows read columns; or, with --decode-cycle, the mask of the forward pass that begins that cycle in decoding.
+Nothing is loaded or trained; a PNG of the training mask is written only on request.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _parser() -> jsonargparse.ArgumentParser:
     parser = jsonargparse.ArgumentParser(
         prog="inspect_mask.py", description=f"{__doc__}\n{EXAMPLES}", formatter_class=RawHelp, allow_abbrev=False
     )
-    parser.add_argument("--variant", type=Variant, default="bidirectional-refresh", help="which rule to draw")
+    parser.add_argument("--variant", type=Variant, default="bidirectional-refresh", help="variant to draw")
     parser.add_argument("--cycle-length", type=int, default=4, help="tokens per cycle")
     parser.add_argument(
         "--documents",
@@ -53,7 +53,7 @@ def _parser() -> jsonargparse.ArgumentParser:
         "--decode-cycle",
         type=int,
         default=-1,
-        help="draw the forward that begins this cycle in decoding, from 0; -1 draws training",
+        help="draw the forward pass that begins this cycle in decoding, from 0; -1 draws training",
     )
     parser.add_argument("--png", type=str, default="", help="also draw the grid to this file (needs matplotlib)")
     return parser
@@ -65,9 +65,7 @@ def check(args: jsonargparse.Namespace) -> None:
     if args.cycle_length < 1:
         raise ConfigError(found=f"--cycle-length {args.cycle_length}", required="at least 1", remedy="the published models use 4")
     if args.decode_cycle >= 0 and args.variant == VANILLA:
-        raise ConfigError(
-            found="--decode-cycle with vanilla", required="a variant with cycles", remedy="leave --decode-cycle out"
-        )
+        raise ConfigError(found="--decode-cycle with vanilla", required="a variant with cycles", remedy="omit --decode-cycle")
     if args.decode_cycle >= 0 and args.png:
         raise ConfigError(found="--decode-cycle with --png", required="one of them", remedy="the PNG shows the training grid")
     folder = Path(args.png).parent
@@ -76,7 +74,7 @@ def check(args: jsonargparse.Namespace) -> None:
 
 
 def run(args: jsonargparse.Namespace) -> None:
-    """Print the pictures that `args` asks for. Raises `ConfigError` before anything is printed or written."""
+    """Print the requested pictures. Raises `ConfigError` before anything is printed or written."""
     check(args)
     rule = {"variant": args.variant, "cycle_length": args.cycle_length}
     if args.decode_cycle >= 0:
@@ -96,7 +94,7 @@ def run(args: jsonargparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; the exit status."""
+    """Run the command and return its exit status."""
     try:
         run(_parser().parse_args(argv))
     except DMTDError as error:

@@ -1,11 +1,11 @@
-"""Submit a job of examples/slurm with the settings of a site; or show what would be submitted and what it would cost.
+"""Submit a job of examples/slurm with a site's settings, or show what would be submitted and what it would cost.
 
     python tools/launch.py examples/slurm/train-qwen3-4b-4-nodes.sbatch --dry-run
     python tools/launch.py examples/slurm/train-cpu.sbatch --sbatch=--time=02:00:00 -- --training.steps 100
     python tools/launch.py examples/slurm/convert.sbatch --dependency afterok:1234 --replace-options -- export runs/mine exported
 
-Prints the number of the job. What stands after -- is added to the options of the job's tool. Everything that can be refused is
-refused before anything is submitted. Exit status: 0, submitted or shown; 2, refused.
+Prints the job's number. Arguments after -- are added to the options of the job's tool. Whatever can be refused is refused before
+anything is submitted. Exit status: 0 submitted or shown, 2 refused.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("script", help="one of examples/slurm/*.sbatch, or one like them")
+    add("script", help="one of examples/slurm/*.sbatch, or a similar script")
     add("--site", default=str(_SITE_FILE), help="the site file (default: examples/slurm/site.env)")
     add("--dry-run", action="store_true", help="print the script, the layout and the cost; submit nothing")
-    add("--sbatch", action="append", default=[], metavar="--NAME=VALUE", help="a further option of sbatch; may be repeated")
-    add("--dependency", default="", help="when the job may start, such as afterok:1234")
-    add("--replace-options", action="store_true", help="what stands after -- replaces the options in the script")
+    add("--sbatch", action="append", default=[], metavar="--NAME=VALUE", help="an additional sbatch option; may be repeated")
+    add("--dependency", default="", help="when the job may start, for example afterok:1234")
+    add("--replace-options", action="store_true", help="arguments after -- replace the options in the script")
     return parser
 
 

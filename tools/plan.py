@@ -1,9 +1,9 @@
-"""Show what a configuration will cost, before anything is started.
+"""Show what a configuration will cost before anything is started.
 
     python tools/plan.py --config examples/qwen3-4b/bidirectional-refresh.yaml --parallel.pipeline 4 --world-size 32
 
-Prints the placement of layers on stages, parameters, memory, FLOPs, what crosses each stage boundary and the pipeline bubble;
-refuses, with exit status 2, what cannot run.
+Prints the placement of layers on stages, parameters, memory, FLOPs, the data that crosses each stage boundary and the pipeline
+bubble. Refuses what cannot run, with exit status 2.
 """
 
 import json
@@ -17,9 +17,9 @@ from megatron_dmtd.training.plan import describe, make_plan, require_memory, to_
 def main() -> int:
     """Exit status: 0 planned, 2 refused."""
     parser = make_parser(description=__doc__ or "")
-    parser.add_argument("--world-size", type=int, default=1, help="processes that will be started")
+    parser.add_argument("--world-size", type=int, default=1, help="number of processes")
     parser.add_argument(
-        "--device-gib", type=float, default=0.0, help="memory of one device; refuse what does not fit (0: no check)"
+        "--device-gib", type=float, default=0.0, help="memory of one device in GiB; refuse what does not fit (0: no check)"
     )
     parser.add_argument("--cpu", action="store_true", help="estimate activations for a CPU, which has fewer fused kernels")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

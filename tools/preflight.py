@@ -1,9 +1,10 @@
-"""Check every node of a job before its first step: one process per rank, started as the training will be.
+"""Check every node of a job before its first step, with one process per rank, started as the training will be.
 
     srun tools/preflight.py --hosts node1,node2 --folder /shared/work --output preflight.json
 
-Versions, free disk, shared folder, clocks, GPUs and their arithmetic, transfers between neighbouring nodes and an all-reduce over
-all ranks. Names the bad node and says what to do. examples/slurm/train.sh runs it. Exit status: 0, ready; 8, not ready.
+Checks versions, free disk space, the shared folder, clocks, GPUs and their arithmetic, transfers between neighbouring nodes and
+an all-reduce over all ranks. Names the bad node and says what to do. examples/slurm/train.sh runs it. Exit status: 0 ready, 8 not
+ready.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--hosts", required=True, help="the nodes in the order of ranks, with commas between them")
-    add("--folder", required=True, help="the work folder that all nodes share")
-    add("--output", type=Path, required=True, help="file for what was seen, as JSON; OUTPUT.bad_nodes names the nodes to avoid")
-    add("--min-free-gib", type=float, default=0.0, help="free space in the folder")
-    add("--min-bandwidth-gb-s", type=float, default=0.0, help="slowest acceptable transfers between GPUs")
-    add("--max-clock-skew-s", type=float, default=2.0, help="how far clocks may differ (default: %(default)s)")
-    add("--timeout-s", type=float, default=120.0, help="time that each phase may take (default: %(default)s)")
+    add("--hosts", required=True, help="the nodes in rank order, separated by commas")
+    add("--folder", required=True, help="work folder shared by all nodes")
+    add("--output", type=Path, required=True, help="JSON file for the results; OUTPUT.bad_nodes lists the nodes to avoid")
+    add("--min-free-gib", type=float, default=0.0, help="required free space in the folder")
+    add("--min-bandwidth-gb-s", type=float, default=0.0, help="slowest acceptable transfer between GPUs")
+    add("--max-clock-skew-s", type=float, default=2.0, help="largest acceptable difference between clocks (default: %(default)s)")
+    add("--timeout-s", type=float, default=120.0, help="time limit of each phase (default: %(default)s)")
     parsed = parser.parse_args(arguments)
     hosts = parsed.hosts.split(",")
     job = Job(

@@ -1,4 +1,4 @@
-"""Turn documents into the token files that training reads, and look at such files.
+"""Turn documents into the token files that training reads, and inspect such files.
 
     python tools/preprocess.py --input 'corpus/*.jsonl.zst' --tokenizer tokenizer --output data/corpus
     python tools/preprocess.py --input stdlib --tokenizer tokenizer --output data/python --heldout-fraction 0.02
@@ -8,13 +8,13 @@
     python tools/preprocess.py inspect data/corpus --tokenizer tokenizer --document 3
     python tools/preprocess.py packing data/corpus --seq-length 4096
 
-The first writes data/corpus.bin, .idx and .json (a manifest); with a held-out fraction there are two such files, -train and
--heldout. Which documents are held out is decided by their names alone, so it is the same in every run and on every machine.
-An interrupted run leaves data/corpus.partial/, and the same command goes on from there. `merge` joins the files of several
-runs (--shard) to what a single one writes.
+The first command writes data/corpus.bin, .idx and .json (a manifest); with a held-out fraction there are two sets of files,
+-train and -heldout. A document's name alone decides whether it is held out, so the split is the same in every run and on every
+machine. An interrupted run leaves data/corpus.partial/, and the same command resumes from there. `merge` joins the files of
+several runs (--shard) into what a single run writes.
 
-Exit status: 0, all documents are in; 1, refused or failed; 2, wrong usage; 3, finished, with documents left out (--skip-bad);
-130, interrupted.
+Exit status: 0 all documents included, 1 refused or failed, 2 wrong usage, 3 finished with documents skipped (--skip-bad), 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_dmtd.data.preprocess import PreprocessOptions, Result, preprocess
 from megatron_dmtd.errors import DMTDError
 
 _INPUTS = (
-    "in any number and mixture: .jsonl files (also .jsonl.gz and .jsonl.zst), .parquet files, glob patterns of these, folders of "
+    "any number and mixture of .jsonl files (also .jsonl.gz and .jsonl.zst), .parquet files, glob patterns of these, folders of "
     "text files, `stdlib` (this Python's own library), or hf:NAME?name=CONFIG&split=SPLIT&streaming=1 (what `datasets` loads)"
 )
 
@@ -54,20 +54,20 @@ def make_parser() -> argparse.ArgumentParser:
         "--heldout-fraction",
         type=float,
         default=0.0,
-        help="share of the documents to hold out; above 0 there are two token files, OUTPUT-train and OUTPUT-heldout",
+        help="fraction of the documents to hold out; above 0 there are two token files, OUTPUT-train and OUTPUT-heldout",
     )
-    add("--mask-token-id", type=int, help="MASK id of the model (default: the tokenizer's mask token)")
-    add("--pattern", nargs="+", default=["**/*.txt"], help="which files of a folder (default: %(default)s)")
+    add("--mask-token-id", type=int, help="the model's MASK id (default: the tokenizer's mask token)")
+    add("--pattern", nargs="+", default=["**/*.txt"], help="files of a folder to read (default: %(default)s)")
     add("--text-key", default="text", help="key or column of the text (default: %(default)s)")
-    add("--messages-key", help="key or column of a chat's turns: read chats, through the tokenizer's chat template")
-    add("--assistant-loss", action="store_true", help="of chats, let only what the assistant wrote carry loss")
-    add("--skip-bad", action="store_true", help="leave out and count documents that cannot be used (exit status 3)")
-    add("--dtype", choices=["auto", "uint16", "int32"], default="auto", help="type of the ids (default: the smallest)")
-    add("--encoder", choices=["gigatoken", "tokenizers"], help="library that tokenises (default: the fast one, if ids are equal)")
-    add("--workers", type=int, help="processes that tokenise (default: one per CPU)")
-    add("--shard", type=_shard, default=(0, 1), metavar="I/N", help="read the I-th of N parts, I from 0, of the inputs")
-    add("--save-seconds", type=float, default=10.0, help="time between points to go on from (default: %(default)s)")
-    add("--overwrite", action="store_true", help="replace token files that exist, discard another unfinished run")
+    add("--messages-key", help="key or column of a chat's messages: read chats, with the tokenizer's chat template")
+    add("--assistant-loss", action="store_true", help="for chats, compute the loss only on what the assistant wrote")
+    add("--skip-bad", action="store_true", help="skip and count documents that cannot be used (exit status 3)")
+    add("--dtype", choices=["auto", "uint16", "int32"], default="auto", help="type of the token ids (default: the smallest)")
+    add("--encoder", choices=["gigatoken", "tokenizers"], help="tokenising library (default: gigatoken if its ids are equal)")
+    add("--workers", type=int, help="tokenising processes (default: one per CPU)")
+    add("--shard", type=_shard, default=(0, 1), metavar="I/N", help="read only part I, from 0, of N parts of the inputs")
+    add("--save-seconds", type=float, default=10.0, help="seconds between saves to resume from (default: %(default)s)")
+    add("--overwrite", action="store_true", help="replace existing token files and discard another unfinished run")
     add("--no-progress", action="store_true", help="no progress bar")
     return parser
 
@@ -103,7 +103,7 @@ def _report(result: Result) -> int:
         return 0
     counts = ", ".join(f"{kind}: {count}" for kind, count in manifest.skipped_counts.items())
     total = sum(manifest.skipped_counts.values())
-    print(f"left out {total} documents ({counts}); the manifest names them", file=sys.stderr)
+    print(f"skipped {total} documents ({counts}); the manifest lists them", file=sys.stderr)
     return 3
 
 
@@ -112,14 +112,14 @@ def _merge(arguments: Sequence[str]) -> int:
 
     parser = argparse.ArgumentParser(
         prog="preprocess.py merge",
-        description="Join all shards of one source to the token file that a single run would have written. The shards are "
-        "verified first, and stay.",
+        description="Join all shards of one source into the token file that a single run would have written. The shards are "
+        "verified first, and kept.",
     )
     parser.add_argument("output", help="prefix of the token file to write")
     parser.add_argument("prefix", nargs="+", help="the shards, in any order: prefixes, or their manifests (data/c-*-of-*.json)")
-    parser.add_argument("--overwrite", action="store_true", help="replace a token file that exists")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing token file")
     parser.add_argument(
-        "--save-seconds", type=float, default=10.0, help="time between points to go on from (default: %(default)s)"
+        "--save-seconds", type=float, default=10.0, help="seconds between saves to resume from (default: %(default)s)"
     )
     parsed = parser.parse_args(arguments)
     manifest = merge(
@@ -137,7 +137,7 @@ def _verify(arguments: Sequence[str]) -> int:
 
     parser = argparse.ArgumentParser(prog="preprocess.py verify", description="Check token files against their manifests.")
     parser.add_argument("prefix", nargs="+")
-    parser.add_argument("--tokenizer", help="folder of the tokenizer that should have made them")
+    parser.add_argument("--tokenizer", help="folder of the tokenizer that they should have been made with")
     parsed = parser.parse_args(arguments)
     for prefix in parsed.prefix:
         found = verify(prefix, tokenizer_dir=parsed.tokenizer)
@@ -153,12 +153,12 @@ def _inspect(arguments: Sequence[str]) -> int:
 
     parser = argparse.ArgumentParser(
         prog="preprocess.py inspect",
-        description="Show documents as text: `|` where a cycle begins, [tokens] that are no target (in grey on a terminal).",
+        description="Show documents as text: `|` marks the start of a cycle, [tokens] are not targets (grey on a terminal).",
     )
     parser.add_argument("prefix")
-    parser.add_argument("--tokenizer", required=True, help="folder of the tokenizer that made it")
-    parser.add_argument("--document", type=int, default=0, help="the first document (default: 0)")
-    parser.add_argument("--count", type=int, default=1, help="how many (default: 1)")
+    parser.add_argument("--tokenizer", required=True, help="folder of the tokenizer that it was made with")
+    parser.add_argument("--document", type=int, default=0, help="first document to show (default: 0)")
+    parser.add_argument("--count", type=int, default=1, help="number of documents (default: 1)")
     parser.add_argument("--cycle-length", type=int, default=4, help="tokens per cycle (default: 4)")
     parsed = parser.parse_args(arguments)
     documents = range(parsed.document, parsed.document + parsed.count)
@@ -175,9 +175,9 @@ def _packing(arguments: Sequence[str]) -> int:
     from megatron_dmtd.data.packing import Packing
 
     parser = argparse.ArgumentParser(
-        prog="preprocess.py packing", description="Tell how much padding and how many cut documents each way of packing costs."
+        prog="preprocess.py packing", description="Show how much padding and how many cut documents each packing method causes."
     )
-    parser.add_argument("prefix", nargs="+", help="token files, as one corpus")
+    parser.add_argument("prefix", nargs="+", help="token files that form one corpus")
     parser.add_argument("--seq-length", type=int, required=True, help="slots per row")
     parser.add_argument("--cycle-length", type=int, default=4, help="tokens per cycle (default: 4)")
     parsed = parser.parse_args(arguments)
@@ -208,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on where it stopped", file=sys.stderr)
+        print("interrupted: run the same command to resume", file=sys.stderr)
         return 130
 
 

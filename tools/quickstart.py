@@ -4,7 +4,8 @@ Needs no download.
 
     python tools/quickstart.py
 
-What is finished is not done again: after an interruption, run the same command. `make quickstart` also makes the environment.
+Finished parts are not repeated: after an interruption, run the same command again. `make quickstart` also creates the
+environment.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", default="quickstart", help="folder to write (default: %(default)s)")
-    parser.add_argument("--input", nargs="+", default=["stdlib"], help="documents, as tools/preprocess.py takes them")
-    parser.add_argument("--heldout-fraction", type=float, default=0.02, help="share of them to hold out (default: %(default)s)")
-    parser.add_argument("--steps", type=int, help="steps of each of the three trainings (default: the recipes')")
+    parser.add_argument("--input", nargs="+", default=["stdlib"], help="documents, in any form that tools/preprocess.py accepts")
+    parser.add_argument(
+        "--heldout-fraction", type=float, default=0.02, help="fraction of the documents to hold out (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, help="steps of each of the three training runs (default: those of the recipes)")
     parser.add_argument("--new-tokens", type=int, default=128, help="tokens to decode per prompt (default: %(default)s)")
     parser.add_argument("--timed-runs", type=int, default=5, help="timed decodings per model (default: %(default)s)")
     return parser
@@ -37,7 +40,7 @@ def check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             option = "--" + name.replace("_", "-")
-            raise ConfigError(found=f"{option} {value}", required="1 or more", remedy=f"raise {option}, or leave it out")
+            raise ConfigError(found=f"{option} {value}", required="1 or more", remedy=f"raise {option}, or omit it")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,9 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{type(error).__name__}\n{error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; run the same command to go on", file=sys.stderr)
+        print("interrupted; run the same command to resume", file=sys.stderr)
         return 130
-    print(f"\n{report}\nThis report: {plan.directory / 'report.md'}, with the curves beside it")
+    print(f"\n{report}\nThis report: {plan.directory / 'report.md'}, with the curves next to it")
     return 0
 
 

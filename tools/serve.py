@@ -1,13 +1,13 @@
-"""Serve a model over HTTP, in the form of OpenAI's API.
+"""Serve a model over HTTP, with OpenAI's API.
 
     python tools/serve.py exported --port 8000
     python tools/serve.py exported --host 0.0.0.0 --api-key-file key.txt --max-batch 32 --max-length 4096
     curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "def main():", "max_tokens": 64}'
 
 Routes: /v1/completions, /v1/chat/completions (both also streamed), /v1/models, /health, /metrics (Prometheus), /docs. All
-requests share one engine: they are decoded together, and heads of cycles meet in one pass of the parallel layers. A request that
-cannot be served is refused by itself. SIGTERM and Ctrl-C let running requests end, for --grace seconds at most; after a fault of
-the engine the server ends with status 1, to be started again by whoever watches it.
+requests share one engine: they are decoded in one batch, and their cycle heads share one pass over the parallel layers. A request
+that cannot be served is refused without affecting the others. SIGTERM and Ctrl-C let running requests finish, for at most --grace
+seconds. If the engine fails, the server exits with status 1, for a supervisor to restart it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_dmtd.errors import ConfigError, DMTDError
 from megatron_dmtd.inference import Engine, EngineConfig
 from megatron_dmtd.inference.text import load_tokenizer
 
-#: where a model says how it is best decoded
+#: a model's own sampling defaults
 _GENERATION_FILE = "generation_config.json"
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -35,29 +35,35 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("model", type=Path, help="export, or Qwen3 or Llama directory, with its tokenizer")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is all (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes any that is free (default: %(default)s)")
-    parser.add_argument("--model-name", help="what requests and answers call the model (default: the directory's name)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 means all (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port; 0 picks a free one (default: %(default)s)")
+    parser.add_argument("--model-name", help="name of the model in requests and answers (default: the directory's name)")
     parser.add_argument("--api-key-file", type=Path, help="file with the key that clients must send as a bearer token")
     parser.add_argument("--vanilla", action="store_true", help="decode a DMTD model's weights as an ordinary decoder")
-    parser.add_argument("--max-batch", type=int, default=8, help="sequences decoded at once (default: %(default)s)")
+    parser.add_argument("--max-batch", type=int, default=8, help="sequences to decode at once (default: %(default)s)")
     parser.add_argument(
         "--max-waiting", type=int, default=256, help="sequences that may wait; more get status 429 (default: %(default)s)"
     )
-    parser.add_argument("--max-length", type=int, help="tokens of a prompt and its output at most (default: the model's own)")
+    parser.add_argument("--max-length", type=int, help="maximum tokens of a prompt plus its output (default: the model's own)")
     parser.add_argument("--cache-gib", type=float, default=2.0, help="memory for keys and values, in GiB (default: %(default)s)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--matrix-dtype", choices=("float32", "bfloat16"), help="bfloat16: half the memory, in fp32 arithmetic")
-    parser.add_argument("--device", help="default: the accelerator if there is one, else the CPU")
     parser.add_argument(
-        "--grace", type=int, default=30, metavar="SECONDS", help="for running requests at the end (default: %(default)s)"
+        "--matrix-dtype", choices=("float32", "bfloat16"), help="bfloat16: matrices take half the memory; arithmetic stays fp32"
+    )
+    parser.add_argument("--device", help="for example cpu or cuda:1 (default: a GPU if there is one)")
+    parser.add_argument(
+        "--grace",
+        type=int,
+        default=30,
+        metavar="SECONDS",
+        help="time for running requests to finish at shutdown (default: %(default)s)",
     )
     parser.add_argument("--access-log", action="store_true", help="log every request")
     return parser.parse_args(argv)
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket at the address. Raises `ConfigError` before anything is loaded if it cannot be had."""
+    """A socket bound to the address. Raises `ConfigError` if that fails, before anything is loaded."""
     if not 0 <= port <= 65535:
         raise ConfigError(found=f"--port {port}", required="from 0 (any) to 65535", remedy="change --port")
     try:
@@ -75,7 +81,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def api_key(path: Path | None) -> str | None:
-    """The key in a file. Raises `ConfigError` if there is none in it."""
+    """The key in a file. Raises `ConfigError` if the file holds none."""
     if path is None:
         return None
     try:
@@ -88,7 +94,7 @@ def api_key(path: Path | None) -> str | None:
 
 
 def sampling_defaults(directory: Path) -> dict[str, float]:
-    """How the model is to be decoded where a request does not say; at OpenAI's temperature of 1 if the model does not either."""
+    """Sampling defaults for requests that give none: the model's own, or else OpenAI's temperature of 1."""
     path = directory / _GENERATION_FILE
     fields = json.loads(path.read_text()) if path.is_file() else {}
     found = {name: fields[name] for name in _SAMPLING_FIELDS if fields.get(name) is not None}
@@ -98,7 +104,7 @@ def sampling_defaults(directory: Path) -> dict[str, float]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until told to end."""
+    """Serve until told to stop."""
     import uvicorn
 
     from megatron_dmtd.serving.app import ServerConfig, make_app
@@ -134,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
     print(
         f"serving {name} ({engine.method.variant}) at http://{f'[{host}]' if ':' in host else host}:{port}/v1\n"
         f"{options.max_batch} sequences at once, {engine.max_length} tokens each at most, on {engine.model.device}{kernels}; "
-        f"where a request does not say: {', '.join(f'{name} {value}' for name, value in config.defaults.items())}",
+        f"defaults: {', '.join(f'{name} {value}' for name, value in config.defaults.items())}",
         flush=True,
     )
     server.run(sockets=[listening])
@@ -142,8 +148,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 ended as told, 1 a fault of the engine, 2 refused (the message says what to change)."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn lets requests end, and raises the signal again
+    """Exit status: 0 stopped on request, 1 engine failure, 2 refused (the message says what to change)."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn lets requests finish, then raises the signal again
     try:
         return run(arguments(argv))
     except DMTDError as error:

@@ -1,14 +1,14 @@
-"""Pretrain, or continue the training of, a Parallel DMTD model.
+"""Pretrain a Parallel DMTD model, or continue the training of one.
 
     python tools/train.py --config examples/quickstart/base.yaml --data.train '[data/train]'
     torchrun --nproc-per-node 2 tools/train.py --config a.yaml --parallel.pipeline 2 --optimizer.lr 1e-4
 
-Settings come from YAML files and from dotted overrides; the later one wins. A run with `checkpoint.dir` goes on from its newest
-checkpoint when it is started again. Ctrl-C, SIGTERM and SIGUSR1, on any rank, save and stop
-it (docs/fault_tolerance.md).
+Settings come from YAML files and from options of the form --section.name; later ones override earlier ones. A run with
+`checkpoint.dir` resumes from its newest checkpoint when it is started again. Ctrl-C, SIGTERM and SIGUSR1, on any rank, save and
+stop it (docs/fault_tolerance.md).
 """
 
-# Helper processes may import this file again, and signals must be handled at once: nothing heavy may be imported at its head.
+# Helper processes may import this file, and signals must be handled from the start: import nothing heavy at the top.
 import sys
 
 from megatron_dmtd.training import exit_codes
@@ -49,7 +49,7 @@ def main() -> int:
     except DMTDError as error:
         print(f"{type(error).__name__}\n{error}", file=sys.stderr)
         status = _status_of(error)
-    # A launcher signals the ranks that are left when the first one has ended.
+    # A launcher signals the remaining ranks once the first one has exited.
     signals.run_is_over()
     return status
 

@@ -1,8 +1,8 @@
-"""Train a byte-level BPE tokenizer, with EOS, PAD and MASK, and save it as a Hugging Face folder.
+"""Train a byte-level BPE tokenizer with EOS, PAD and MASK, and save it as a Hugging Face folder.
 
     python tools/train_tokenizer.py --input stdlib --vocab-size 8192 --output tokenizer --heldout-fraction 0.02
 
-Give the held-out fraction of tools/preprocess.py: the tokenizer then sees the training documents only.
+Use the same held-out fraction as for tools/preprocess.py, so that the tokenizer sees only training documents.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ def make_parser() -> argparse.ArgumentParser:
         "--input",
         nargs="+",
         required=True,
-        help="in any number and mixture: .jsonl (.gz, .zst) and .parquet files, glob patterns of these, folders of text files, "
+        help="any number and mixture of .jsonl (.gz, .zst) and .parquet files, glob patterns of these, folders of text files, "
         "`stdlib` (this Python's own library), or hf:NAME?split=SPLIT (what `datasets` loads)",
     )
-    parser.add_argument(
-        "--vocab-size", type=int, required=True, help="ids of the tokenizer, all bytes and EOS, PAD, MASK included"
-    )
+    parser.add_argument("--vocab-size", type=int, required=True, help="number of ids, including all bytes, EOS, PAD and MASK")
     parser.add_argument("--output", required=True, help="folder to write")
-    parser.add_argument("--heldout-fraction", type=float, default=0.0, help="share of the documents not to train on")
-    parser.add_argument("--min-frequency", type=int, default=2, help="occurrences that a pair needs (default: %(default)s)")
-    parser.add_argument("--pattern", nargs="+", default=["**/*.txt"], help="which files of a folder (default: %(default)s)")
+    parser.add_argument("--heldout-fraction", type=float, default=0.0, help="fraction of the documents to hold out")
+    parser.add_argument(
+        "--min-frequency", type=int, default=2, help="minimum occurrences of a merged pair (default: %(default)s)"
+    )
+    parser.add_argument("--pattern", nargs="+", default=["**/*.txt"], help="files of a folder to read (default: %(default)s)")
     parser.add_argument("--text-key", default="text", help="key of the text in a .jsonl line (default: %(default)s)")
-    parser.add_argument("--skip-bad", action="store_true", help="leave out documents that cannot be used (exit status 3)")
-    parser.add_argument("--overwrite", action="store_true", help="replace a tokenizer that exists")
+    parser.add_argument("--skip-bad", action="store_true", help="skip documents that cannot be used (exit status 3)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
     return parser
 
@@ -64,10 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     print(f"{parsed.output}: {size} tokens")
     if size < parsed.vocab_size:
-        print(f"the corpus holds too few frequent pairs for {parsed.vocab_size}")
+        print(f"the corpus has too few frequent pairs for {parsed.vocab_size}")
     if source.skipped:
         print(
-            f"left out {len(source.skipped)} documents that cannot be used, the first: {source.skipped[0].found}", file=sys.stderr
+            f"skipped {len(source.skipped)} documents that cannot be used, the first: {source.skipped[0].found}", file=sys.stderr
         )
         return 3
     return 0

@@ -98,14 +98,14 @@ def test_a_damaged_checkpoint_is_refused_by_every_command_before_anything_is_wri
     assert "files: not compared with their checksums\n" in shown.out
 
 
-def test_a_bare_checkpoint_without_checksums_is_accepted_with_a_word(hf_directory, tmp_path, capsys):
+def test_a_bare_checkpoint_without_checksums_is_accepted_with_a_warning(hf_directory, tmp_path, capsys):
     start = tmp_path / "start"
     assert main(["import", hf_directory, str(start)]) == 0
     assert main(["inspect", str(start)]) == 0
     assert "files: as checksums.sha256 records them\n" in capsys.readouterr().out
     (start / "checksums.sha256").unlink()
     assert main(["verify", str(start), hf_directory]) == 0
-    assert capsys.readouterr().err == f"{start}: no checksums.sha256: damage inside a tensor would not be seen\n"
+    assert capsys.readouterr().err == f"{start}: no checksums.sha256: damage inside a tensor would go unnoticed\n"
     assert main(["inspect", hf_directory]) == 0
     assert "files: no checksums in this format\n" in capsys.readouterr().out
 

@@ -95,7 +95,7 @@ def test_what_cannot_be_written_or_read_is_refused_before_any_work(folder, tmp_p
     (tmp_path / "latin").write_bytes("né".encode("latin-1") * 50)
     output = ["--output", str(tmp_path / "file" / "report")]
     assert main([str(folder), "--text", str(tmp_path / "latin"), *output, *OPTIONS]) == 2
-    assert "a folder that can be made" in capsys.readouterr().err
+    assert "a folder that can be created" in capsys.readouterr().err
     output = ["--output", str(tmp_path / "new" / "report")]
     assert main([str(folder), "--text", str(tmp_path / "latin"), *output, *OPTIONS]) == 2
     assert "a text file in UTF-8" in capsys.readouterr().err

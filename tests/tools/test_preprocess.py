@@ -56,7 +56,7 @@ def test_documents_left_out_are_counted_and_give_status_3(arguments, tmp_path, c
     assert main([*arguments, "--no-progress"]) == 1
     assert f"line 1 of {tmp_path / 'texts' / 'binary.md'}" in capsys.readouterr().err
     assert main([*arguments, "--no-progress", "--skip-bad"]) == 3
-    assert "left out 2 documents (empty: 1, not UTF-8: 1)" in capsys.readouterr().err
+    assert "skipped 2 documents (empty: 1, not UTF-8: 1)" in capsys.readouterr().err
 
 
 def test_the_bar_tells_documents_and_tokens_per_second_and_the_time_left(arguments, tmp_path, capsys):
@@ -124,7 +124,7 @@ def test_verify_finds_a_changed_token_and_gives_status_1(arguments, tmp_path, ca
     assert "sha256 of the tokens" in capsys.readouterr().err
 
 
-def test_an_interrupted_command_says_how_to_go_on(arguments, tmp_path, capsys, monkeypatch):
+def test_an_interrupted_command_says_how_to_resume(arguments, tmp_path, capsys, monkeypatch):
     import megatron_dmtd.data.preprocess as room
 
     def interrupted(*_):
@@ -132,7 +132,7 @@ def test_an_interrupted_command_says_how_to_go_on(arguments, tmp_path, capsys, m
 
     monkeypatch.setattr(room, "_write", interrupted)  # Ctrl-C arrives wherever the work is
     assert main([*arguments, "--no-progress"]) == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "run the same command to resume" in capsys.readouterr().err
 
 
 def test_packing_tells_what_each_way_costs(arguments, tmp_path, capsys):

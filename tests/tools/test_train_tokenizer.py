@@ -65,5 +65,5 @@ def test_a_document_that_is_not_text_is_refused_or_left_out_with_status_3(argume
     assert main([*arguments, "--vocab-size", "262"]) == 1
     assert "binary.txt" in capsys.readouterr().err
     assert main([*arguments, "--vocab-size", "262", "--skip-bad"]) == 3
-    assert "left out 1 documents that cannot be used, the first: line 1 of " in capsys.readouterr().err
+    assert "skipped 1 documents that cannot be used, the first: line 1 of " in capsys.readouterr().err
     assert len(load_tokenizer(tmp_path / "tokenizer")) == 262
