@@ -188,6 +188,7 @@ def decoding_items(directory: Path, decoding: Decoding) -> Items:
     sampling = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.001, "presence_penalty": 0.2, "frequency_penalty": 0.1}
     served("sampled", ids, seed=7, n=2, logprobs=1, stop_token_ids=(5, 9), logit_bias={3: 1.5}, **sampling)
     served("scores", ids, max_new_tokens=0, prompt_logprobs=2)
+    served("long", [ids[5][start : start + 9] for start in range(4)], max_new_tokens=40, repetition_penalty=1.2)
     return items
 
 
