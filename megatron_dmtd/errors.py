@@ -3,6 +3,10 @@
 Broken invariants of this library are `assert`s with values, not these.
 """
 
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+
 
 class DMTDError(Exception):
     """Base of every error that this library raises on purpose."""
@@ -36,3 +40,17 @@ class CapabilityError(DMTDError):
 
 class ModelError(DMTDError):
     """A model whose description is unknown, contradicts itself, or asks for something that is not computed here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An error without its `found`: what a caller requires and advises, for a lower room that finds what is wrong."""
+
+    error: type[DMTDError]
+    _: KW_ONLY
+    required: str
+    remedy: str
+
+    def __call__(self, found: str) -> DMTDError:
+        """The error, to be raised."""
+        return self.error(found=found, required=self.required, remedy=self.remedy)

@@ -27,8 +27,8 @@ from megatron_dmtd.conversion.convert import export_hf, import_hf
 from megatron_dmtd.conversion.sources import Source, is_hf_directory, num_parameters, open_source
 from megatron_dmtd.cycle import VARIANTS
 from megatron_dmtd.errors import ConfigError, DMTDError
-from megatron_dmtd.training.checkpoints.checksums import has_checksums
-from megatron_dmtd.training.checkpoints.paths import CHECKSUMS_FILE, find_step_directory
+from megatron_dmtd.infra.checksums import CHECKSUMS_FILE, has_checksums
+from megatron_dmtd.training.checkpoints.paths import find_step_directory
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CYCLE_OPTIONS = ("num_parallel_layers", "cycle_length", "mask_token_id")

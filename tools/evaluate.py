@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -22,9 +21,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_dmtd.errors import ConfigError, DataError, DMTDError
+from megatron_dmtd.errors import ConfigError, DataError, DMTDError, Refusal
 from megatron_dmtd.inference import Engine, EngineConfig, SamplingParams, score
 from megatron_dmtd.inference.text import encode, load_tokenizer
+from megatron_dmtd.infra.directories import new_directory
+from megatron_dmtd.infra.disk import disk_errors
 
 
 def positive(text: str) -> int:
@@ -194,23 +195,17 @@ def draw(results: dict[str, Any], folder: Path) -> None:
 
 def make_parent(target: Path) -> None:
     """Create the parent folder of `target` before the long work. Raises `ConfigError` if nothing can be written there."""
-    try:
+    refusal = Refusal(ConfigError, required="a folder that can be created", remedy="choose another --output")
+    with disk_errors(refusal, found=f"--output {target}"):
         target.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=target.parent).close()
-    except OSError as error:
-        raise ConfigError(
-            found=f"--output {target}: {error}", required="a folder that can be created", remedy="choose another --output"
-        ) from error
 
 
 def write_report(results: dict[str, Any], target: Path) -> None:
     """Write `target` completely, or not at all."""
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as aside:
-        folder = Path(aside) / "report"
-        folder.mkdir()
+    with new_directory(target, error=ConfigError) as folder:
         (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
         draw(results, folder)
-        os.replace(folder, target)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

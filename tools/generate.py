@@ -12,7 +12,6 @@ A single prompt with one sample is streamed.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 from megatron_dmtd.errors import DataError, DMTDError
 from megatron_dmtd.inference import Completion, Engine, EngineConfig, Event, SamplingParams
 from megatron_dmtd.inference.text import OutputText, encode, load_tokenizer
+from megatron_dmtd.infra.console import silence_stdout
 
 #: the sampling options: name, type, what it does
 _SAMPLING: tuple[tuple[str, type, str], ...] = (
@@ -202,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         # The reader is gone (`| head`); what Python flushes at exit must go somewhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence_stdout()
         return 0
 
 

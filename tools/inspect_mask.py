@@ -16,7 +16,8 @@ import jsonargparse
 from megatron_dmtd.config.load import RawHelp
 from megatron_dmtd.config.sections import Variant
 from megatron_dmtd.cycle import VANILLA, decoding_picture, history_picture, mask_picture, save_mask_png
-from megatron_dmtd.errors import ConfigError, DMTDError
+from megatron_dmtd.errors import ConfigError, DMTDError, Refusal
+from megatron_dmtd.infra.disk import disk_errors
 
 EXAMPLES = """examples:
   inspect_mask.py --variant causal-norefresh --documents 12
@@ -82,12 +83,9 @@ def run(args: jsonargparse.Namespace) -> None:
         return
     lengths = parse_document_lengths(args.documents)
     if args.png:
-        try:
+        refusal = Refusal(ConfigError, required="a file that can be written", remedy="name another")
+        with disk_errors(refusal, found=f"--png {args.png}"):
             save_mask_png(Path(args.png), lengths, **rule)
-        except OSError as error:
-            raise ConfigError(
-                found=f"--png {args.png}: {error.strerror}", required="a file that can be written", remedy="name another"
-            ) from error
     print(history_picture(lengths[0], **rule))
     print()
     print(mask_picture(lengths, **rule))

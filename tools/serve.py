@@ -13,19 +13,20 @@ seconds. If the engine fails, the server exits with status 1, for a supervisor t
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_dmtd.errors import ConfigError, DMTDError
+from megatron_dmtd.errors import ConfigError, DMTDError, Refusal
 from megatron_dmtd.inference import Engine, EngineConfig
 from megatron_dmtd.inference.text import load_tokenizer
+from megatron_dmtd.infra.json_files import read_object
 
 #: a model's own sampling defaults
 _GENERATION_FILE = "generation_config.json"
+_NO_SETTINGS = Refusal(ConfigError, required="a JSON object", remedy="export or download the model again, or remove the file")
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -96,7 +97,7 @@ def api_key(path: Path | None) -> str | None:
 def sampling_defaults(directory: Path) -> dict[str, float]:
     """Sampling defaults for requests that give none: the model's own, or else OpenAI's temperature of 1."""
     path = directory / _GENERATION_FILE
-    fields = json.loads(path.read_text()) if path.is_file() else {}
+    fields = read_object(path, _NO_SETTINGS) if path.is_file() else {}
     found = {name: fields[name] for name in _SAMPLING_FIELDS if fields.get(name) is not None}
     if fields.get("do_sample") is False:
         found = {name: value for name, value in found.items() if name == "repetition_penalty"}

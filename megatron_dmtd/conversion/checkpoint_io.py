@@ -1,13 +1,13 @@
 """Model weights of a training checkpoint, read and written in one process: no GPU, no process group, no Megatron.
 
-A checkpoint (see `training/paths.py`) is a `torch_dist` directory: PyTorch's distributed format with Megatron's `common.pt` and
-`metadata.json`, written last; and beside it `config.yaml`, the whole configuration.
+A checkpoint (see `training/checkpoints/paths.py`) is a `torch_dist` directory: PyTorch's distributed format with Megatron's
+`common.pt` and `metadata.json`, written last; next to it is `config.yaml`, the whole configuration.
 
 In the files the tensors of all layers are one tensor, `decoder.layers.<name>` with the layers as first axis, stored in as many
 pieces as ranks wrote; here they are apart, `decoder.layers.<i>.<name>`, and read and written one at a time. Optimizer state and
 objects other than tensors are left alone.
 
-What is written gets checksums (`training/checksums.py`). Reading does not look at them: whoever opens a checkpoint for a user
+What is written gets checksums (`infra/checksums.py`). Reading does not look at them: whoever opens a checkpoint for a user
 verifies it first (`sources.py`), since the format itself does not notice damage inside a tensor's bytes.
 """
 
@@ -49,13 +49,15 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_dmtd.config import Config, from_yaml, to_yaml
-from megatron_dmtd.conversion.directories import built_aside
 from megatron_dmtd.conversion.overlap import Flusher, SteadyFile, read_ahead
 from megatron_dmtd.conversion.rules import LAYERS, TensorSpec, check_own
 from megatron_dmtd.conversion.weight_files import map_tensor, num_bytes_of
 from megatron_dmtd.errors import CheckpointError, ConfigError, ConversionError
-from megatron_dmtd.training.checkpoints.checksums import sha256_of, write_checksums
-from megatron_dmtd.training.checkpoints.paths import CONFIG_FILE, METADATA_FILE, write_atomically
+from megatron_dmtd.infra.checksums import write_checksums
+from megatron_dmtd.infra.digests import sha256_of_file
+from megatron_dmtd.infra.directories import new_directory
+from megatron_dmtd.infra.files import write_atomically
+from megatron_dmtd.training.checkpoints.paths import CONFIG_FILE, METADATA_FILE
 
 #: a tokenizer that has no other home travels in this folder of a checkpoint
 TOKENIZER_FOLDER = "tokenizer"
@@ -312,7 +314,7 @@ def write_model_checkpoint(
     num_layers = config.model.num_layers
     check_own(config.model, specs)
     _check_stackable(specs, num_layers=num_layers)
-    with built_aside(directory, num_bytes=sum(map(num_bytes_of, specs.values()))) as aside:
+    with new_directory(directory, error=ConversionError, num_bytes=sum(map(num_bytes_of, specs.values()))) as aside:
         for path in tokenizer:
             (aside / TOKENIZER_FOLDER).mkdir(exist_ok=True)
             shutil.copyfile(path, aside / TOKENIZER_FOLDER / path.name)
@@ -343,7 +345,7 @@ def _write_tensors(
             for plan in plans:
                 results.append(writer.write_data(plan, planner).wait())
                 for file_name in {result.storage_data.relative_path for result in results[-1]}:
-                    digests[file_name] = hasher.submit(sha256_of, directory / file_name)
+                    digests[file_name] = hasher.submit(sha256_of_file, directory / file_name)
     finally:
         torch.serialization.set_crc32_options(computes_checksums)
     writer.fs = FileSystem()  # renames what it has written

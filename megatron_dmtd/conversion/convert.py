@@ -16,7 +16,6 @@ import torch
 from megatron_dmtd.config import Config, CycleConfig
 from megatron_dmtd.config.validate import validate_cycle
 from megatron_dmtd.conversion.checkpoint_io import TOKENIZER_FOLDER, write_model_checkpoint
-from megatron_dmtd.conversion.directories import refuse_used
 from megatron_dmtd.conversion.gguf import gguf_file, write_as_hf_directory
 from megatron_dmtd.conversion.hf_directory import write_hf_directory
 from megatron_dmtd.conversion.overlap import read_ahead
@@ -27,6 +26,7 @@ from megatron_dmtd.conversion.tokenizer_files import GENERATION_FILE, check_mask
 from megatron_dmtd.conversion.weight_files import SHARD_BYTES, num_bytes_of
 from megatron_dmtd.errors import ConversionError
 from megatron_dmtd.families import ModelDescription, write_fields
+from megatron_dmtd.infra.directories import refuse_used
 
 
 def import_hf(path: str | Path, output: str | Path, *, cycle: CycleConfig | None = None) -> Source:
@@ -37,7 +37,7 @@ def import_hf(path: str | Path, output: str | Path, *, cycle: CycleConfig | None
     be represented exactly, or the MASK of its cycles is an ordinary token.
     """
     output = Path(output)
-    refuse_used(output)
+    refuse_used(output, error=ConversionError)
     gguf = gguf_file(path)
     if gguf is None:
         source = HFDirectory(path)
@@ -112,7 +112,7 @@ def export_hf(
     ordinary token of the tokenizer; then there is no directory.
     """
     output = Path(output)
-    refuse_used(output)
+    refuse_used(output, error=ConversionError)
     with verified_beside(checkpoint, verify=verify) as (source, wait_for_verdict):
         cycle = CycleConfig(variant="vanilla") if as_vanilla else source.cycle
         fields = write_fields(ModelDescription(model=source.model, cycle=cycle))

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
-from megatron_dmtd.conversion.directories import built_aside
 from megatron_dmtd.conversion.rules import TensorSpec
 from megatron_dmtd.conversion.tokenizer_files import GENERATION_FILE, generation_settings, special_ids, tokenizer_files
 from megatron_dmtd.conversion.weight_files import SHARD_BYTES, num_bytes_of, write_weights
+from megatron_dmtd.errors import ConversionError
 from megatron_dmtd.hf.configuration_dmtd_qwen3 import DMTDQwen3Config
 from megatron_dmtd.hf.remote_code import AUTO_MAP, code_files
+from megatron_dmtd.infra.directories import new_directory
 
 
 def write_hf_directory(
@@ -46,7 +47,7 @@ def write_hf_directory(
     with_code = fields["model_type"] == DMTDQwen3Config.model_type
     generation = generation_settings(tokenizer_dir)
     copied = {path.name: path for path in (tokenizer_files(tokenizer_dir) if tokenizer_dir else [])}
-    with built_aside(Path(directory), num_bytes=sum(map(num_bytes_of, specs.values()))) as aside:
+    with new_directory(Path(directory), error=ConversionError, num_bytes=sum(map(num_bytes_of, specs.values()))) as aside:
         write_weights(aside, specs, tensors, shard_bytes=shard_bytes)
         complete = dict(fields) | special_ids(generation) | _stored_type(specs) | ({"auto_map": AUTO_MAP} if with_code else {})
         _write_json(aside / "config.json", dict(sorted(complete.items())))

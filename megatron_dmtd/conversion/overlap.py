@@ -7,12 +7,13 @@ disk is told to begin with what has been written, instead of waiting for all of 
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
+
+from megatron_dmtd.infra.files import flush
 
 #: bytes handed to the system at once, and written before the disk is told to begin with them
 _PIECE_BYTES, _FLUSHED_BYTES = 2**25, 2**27
@@ -44,21 +45,13 @@ class Flusher:
 
     def flush(self, path: Path) -> None:
         """Begin to flush what has been written of a file so far."""
-        self._flushes.append(self._thread.submit(_flush, path))
+        self._flushes.append(self._thread.submit(flush, path))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._thread.shutdown(wait=True, cancel_futures=kind is not None)
         if kind is None:
             for flush in self._flushes:
                 flush.result()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class SteadyFile(io.RawIOBase):

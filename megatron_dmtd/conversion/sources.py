@@ -34,8 +34,8 @@ from megatron_dmtd.conversion.rules import (
 from megatron_dmtd.conversion.weight_files import WeightFiles
 from megatron_dmtd.errors import CheckpointError
 from megatron_dmtd.families import ModelDescription, read_directory
-from megatron_dmtd.training.checkpoints import checksums
-from megatron_dmtd.training.checkpoints.paths import find_step_directory
+from megatron_dmtd.infra import checksums
+from megatron_dmtd.training.checkpoints.paths import DAMAGED, find_step_directory, must_be_verified
 
 
 class Source(Protocol):
@@ -122,7 +122,7 @@ class Checkpoint:
         Raises `CheckpointError` or `ConversionError` if there is none, a file is damaged, or not every tensor is accounted for.
         """
         self.directory = find_step_directory(path)
-        if verify and checksums.must_be_verified(self.directory):
+        if verify and must_be_verified(self.directory):
             _verify(self.directory)
         self.config: Config = read_checkpoint_config(self.directory)
         self.description = ModelDescription(model=self.config.model, cycle=self.config.cycle)
@@ -145,6 +145,10 @@ class Checkpoint:
         return self._tensors.read(own_name)
 
 
+class _GivenUpError(Exception):
+    """Nobody waits for the verdict any more: the work that needed it has failed."""
+
+
 @contextmanager
 def verified_beside(path: str | Path, *, verify: bool = True) -> Iterator[tuple[Checkpoint, Callable[[], None]]]:
     """A checkpoint whose weights are compared with its checksums while the block works with them.
@@ -153,19 +157,19 @@ def verified_beside(path: str | Path, *, verify: bool = True) -> Iterator[tuple[
     `CheckpointError` if a file is damaged. All but the weights is compared first. `verify`: see `Checkpoint`.
     """
     directory = find_step_directory(path)
-    if not (verify and checksums.must_be_verified(directory)):
+    if not (verify and must_be_verified(directory)):
         yield Checkpoint(directory, verify=False), lambda: None
         return
-    checksums.verify(directory, select=lambda name: not _holds_weights(name))
+    checksums.verify(directory, DAMAGED, select=lambda name: not _holds_weights(name))
     checkpoint, given_up = Checkpoint(directory, verify=False), threading.Event()
 
     def on_bytes(count: int) -> None:
         if given_up.is_set():
-            raise InterruptedError("the work beside has failed")
+            raise _GivenUpError
         bar.update(count)
 
-    with byte_bar(f"checking {directory.name}", checksums.num_bytes(directory)) as bar, ThreadPoolExecutor(1) as thread:
-        verdict = thread.submit(checksums.verify, directory, select=_holds_weights, on_bytes=on_bytes)
+    with byte_bar(f"checking {directory.name}", checksums.num_bytes(directory, DAMAGED)) as bar, ThreadPoolExecutor(1) as thread:
+        verdict = thread.submit(checksums.verify, directory, DAMAGED, select=_holds_weights, on_bytes=on_bytes)
         try:
             yield checkpoint, verdict.result
         except CheckpointError:
@@ -180,8 +184,8 @@ def _holds_weights(file_name: str) -> bool:
 
 
 def _verify(directory: Path) -> None:
-    with byte_bar(f"checking {directory.name}", checksums.num_bytes(directory)) as bar:
-        checksums.verify(directory, on_bytes=bar.update)
+    with byte_bar(f"checking {directory.name}", checksums.num_bytes(directory, DAMAGED)) as bar:
+        checksums.verify(directory, DAMAGED, on_bytes=bar.update)
 
 
 def is_hf_directory(path: str | Path) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from megatron_dmtd.config import CycleConfig
 from megatron_dmtd.data.tokenizer import control_ids, load_tokenizer
-from megatron_dmtd.errors import ConversionError
+from megatron_dmtd.errors import ConversionError, Refusal
+from megatron_dmtd.infra.json_files import read_object
 
 GENERATION_FILE = "generation_config.json"
 _PATTERNS = (
@@ -22,6 +22,7 @@ _PATTERNS = (
     "*.model",
     "*.tiktoken",
 )
+_DAMAGED = Refusal(ConversionError, required="a JSON object", remedy="copy the folder again")
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -37,23 +38,13 @@ def check_mask(cycle: CycleConfig, tokenizer_dir: str | Path | None) -> None:
     control_ids(load_tokenizer(tokenizer_dir), mask_token_id=cycle.mask_token_id)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConversionError(found=f"{path}: {error}", required="a JSON file", remedy="copy the folder again") from error
-    if not isinstance(value, dict):
-        raise ConversionError(found=f"{path} holds no object", required="a JSON object", remedy="copy the folder again")
-    return value
-
-
 def generation_settings(tokenizer_dir: str | Path | None) -> dict[str, Any]:
     """The fields of an export's `generation_config.json`: the folder's own, or else the ids that its tokenizer names."""
     if tokenizer_dir is None:
         return {}
     path = Path(tokenizer_dir) / GENERATION_FILE
     if path.is_file():
-        return _read_object(path)
+        return read_object(path, _DAMAGED)
     if not (Path(tokenizer_dir) / "tokenizer.json").is_file():
         return {}
     tokenizer = load_tokenizer(tokenizer_dir)

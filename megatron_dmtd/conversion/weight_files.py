@@ -21,6 +21,7 @@ import torch
 from megatron_dmtd.conversion.overlap import Flusher, SteadyFile
 from megatron_dmtd.conversion.rules import TensorSpec
 from megatron_dmtd.errors import ConversionError
+from megatron_dmtd.infra.json_files import parse_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -131,7 +132,7 @@ def _read_index(directory: Path) -> dict[str, str]:
     """The weight map: tensor name to file name."""
     path = directory / INDEX_FILE
     try:
-        return {str(name): str(file) for name, file in json.loads(path.read_text())["weight_map"].items()}
+        return {str(name): str(file) for name, file in parse_object(path.read_text())["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _refusal(f"{path} without a readable weight_map ({error})") from error
 
@@ -160,9 +161,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         text = file.read(size)
     if len(text) < size:
         raise ValueError("cut off inside its header")
-    entries = json.loads(text)
-    if not isinstance(entries, dict):
-        raise ValueError("the header is no JSON object")
+    entries = parse_object(text)
     entries.pop("__metadata__", None)
     return entries, 8 + size
 

@@ -5,7 +5,6 @@ Every picture evaluates `rule.visible` slot by slot, so it cannot differ from wh
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +14,7 @@ import numpy as np
 from megatron_dmtd.cycle.geometry import Slots, join, padded_document_lengths, real_slots, shadow_slots
 from megatron_dmtd.cycle.rule import VANILLA, VARIANTS, cycle_id, is_cycle_head, visible
 from megatron_dmtd.errors import CapabilityError
+from megatron_dmtd.infra.files import replacing
 
 SEEN, UNSEEN = "#", "."
 
@@ -180,12 +180,8 @@ def save_mask_png(path: Path, document_lengths: Sequence[int], *, variant: str, 
             axes.axhline(slot - 0.5, color="black", linewidth=width)
             axes.axvline(slot - 0.5, color="black", linewidth=width)
     # A partly written picture never appears under the requested name.
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        figure.savefig(partial, format="png", metadata={"Software": None})
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", metadata={"Software": None})
 
 
 def _axis_title(slots: Slots) -> str:

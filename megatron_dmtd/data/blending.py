@@ -9,13 +9,13 @@ and shuffles its own epochs.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from fractions import Fraction
 
 from megatron_dmtd.data.dataset import PackedDataset, Row
 from megatron_dmtd.errors import ConfigError
+from megatron_dmtd.infra.digests import stable_hash
 
 
 def exact_shares(weights: Sequence[float]) -> list[Fraction]:
@@ -67,8 +67,7 @@ class Schedule:
         if (begin, end) not in self._halves:
             left = sum(self._shares[begin : (begin + end) // 2], Fraction())
             share = left / sum(self._shares[begin:end], Fraction())
-            digest = hashlib.blake2b(f"{self._seed} {begin} {end}".encode(), digest_size=8).digest()
-            offset = int.from_bytes(digest, "big") * share.denominator >> 64
+            offset = stable_hash(f"{self._seed} {begin} {end}") * share.denominator >> 64
             self._halves[begin, end] = share.numerator, share.denominator, offset
         return self._halves[begin, end]
 

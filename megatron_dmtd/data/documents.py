@@ -6,12 +6,12 @@ It knows nothing of files and nothing of tokens. Nothing is ever left out withou
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_dmtd.errors import DataError
+from megatron_dmtd.infra.digests import stable_hash
 
 Split = Literal["all", "train", "heldout"]
 Messages = list[dict[str, Any]]
@@ -148,8 +148,7 @@ def is_heldout(name: str, fraction: float) -> bool:
 
     A larger `fraction` holds out a superset.
     """
-    digest = hashlib.blake2b(name.encode("utf-8", errors="surrogateescape"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < fraction * 2**64
+    return stable_hash(name) < fraction * 2**64
 
 
 def in_split(name: str, split: Split, fraction: float) -> bool:

@@ -21,6 +21,7 @@ from typing import Protocol
 from megatron_dmtd.data.compressed import ByteStream, DamagedFileError
 from megatron_dmtd.data.documents import BadDocument, Document, RecordKeys, text_document
 from megatron_dmtd.errors import DataError
+from megatron_dmtd.infra.digests import sha256_of_text
 
 #: the name of the input that any machine with Python has
 STDLIB = "stdlib"
@@ -216,7 +217,7 @@ class FolderInput:
 
     def identity(self) -> str:
         """Names, sizes and times of change of all files."""
-        return hashlib.sha256("".join(file_identity(path) for _, path in self._files).encode()).hexdigest()
+        return sha256_of_text("".join(file_identity(path) for _, path in self._files))
 
     @property
     def sha256(self) -> str:

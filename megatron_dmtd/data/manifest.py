@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_dmtd.errors import DataError
+from megatron_dmtd.errors import DataError, Refusal
+from megatron_dmtd.infra.json_files import read_object
+
+_NO_MANIFEST = Refusal(
+    DataError,
+    required="a manifest as tools/preprocess.py writes it",
+    remedy="run tools/preprocess.py again, or delete the file: the tokens can be read without it",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,12 +91,8 @@ def read_manifest(prefix: str) -> Manifest | None:
     path = manifest_path(prefix)
     if not path.is_file():
         return None
+    fields = read_object(path, _NO_MANIFEST)
     try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return Manifest(**values)
-    except (ValueError, TypeError) as error:
-        raise DataError(
-            found=f"{path}: {error}",
-            required="a manifest as tools/preprocess.py writes it",
-            remedy="run tools/preprocess.py again, or delete the file: the tokens can be read without it",
-        ) from error
+        return Manifest(**fields)
+    except TypeError as error:
+        raise _NO_MANIFEST(f"{path}: {error}") from error

@@ -9,14 +9,12 @@ corpus: document lengths go to disk as well, and the index is streamed from ther
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,11 +26,24 @@ from megatron_dmtd.data.documents import BadDocument, Split
 from megatron_dmtd.data.encoding import SplitTokens
 from megatron_dmtd.data.manifest import loss_prefix, manifest_path
 from megatron_dmtd.data.token_file import token_file_paths, write_index
-from megatron_dmtd.errors import DataError
+from megatron_dmtd.errors import DataError, Refusal
+from megatron_dmtd.infra.disk import FULL, disk_errors
+from megatron_dmtd.infra.files import flush, write_atomically
+from megatron_dmtd.infra.json_files import read_object
+from megatron_dmtd.infra.locks import FileLock
 
 #: names of documents left out that are kept, at most; all are counted
 MAX_SKIPPED_NAMES = 1000
 _READ_BYTES = 1 << 20
+_NO_ROOM = Refusal(
+    DataError,
+    required="room for the token files",
+    remedy="make room and run the same command again: it goes on where it stopped",
+)
+_NO_FOLDER = Refusal(DataError, required="a folder that can be written to", remedy="name another output")
+_DAMAGED_STATE = Refusal(
+    DataError, required="the state of an unfinished run, as it was written", remedy="remove the folder, and run the command again"
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -72,24 +83,17 @@ class RunState:
 def _load_state(path: Path) -> RunState | None:
     if not path.is_file():
         return None
-    values = json.loads(path.read_text(encoding="utf-8"))
-    splits = {split: SplitCounts(**counts) for split, counts in values.pop("splits").items()}
-    return RunState(**values, splits=splits)
-
-
-@contextlib.contextmanager
-def disk_errors(folder: Path) -> Iterator[None]:
-    """Turn a disk that cannot take more into a `DataError`."""
+    values = read_object(path, _DAMAGED_STATE)
     try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise DataError(
-            found=f"writing to {folder}: {error.strerror}",
-            required="room for the token files",
-            remedy="make room and run the same command again: it goes on where it stopped",
-        ) from error
+        splits = {split: SplitCounts(**counts) for split, counts in values.pop("splits").items()}
+        return RunState(**values, splits=splits)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _DAMAGED_STATE(f"{path}: {error}") from error
+
+
+def _writing_to(folder: Path) -> contextlib.AbstractContextManager[None]:
+    """Refuses a disk that cannot take more."""
+    return disk_errors(_NO_ROOM, found=f"writing to {folder}", only=FULL)
 
 
 class _Appended:
@@ -188,7 +192,7 @@ class PartialOutput:
                     counts = self.state.splits.setdefault(split, SplitCounts())
                     self._splits[split] = _SplitFiles(self.folder, split, counts, dtype=dtype, with_loss=with_loss)
         except BaseException:
-            os.close(self._lock)
+            self._lock.close()
             raise
 
     @staticmethod
@@ -227,7 +231,7 @@ class PartialOutput:
                 file.close()
         if not (self.folder / "state.json").exists():
             self.discard()
-        os.close(self._lock)
+        self._lock.close()
 
     def discard(self) -> None:
         """Remove the folder."""
@@ -235,7 +239,7 @@ class PartialOutput:
 
     def append(self, parts: dict[Split, SplitTokens]) -> None:
         """Add the tokens of one block to the files."""
-        with disk_errors(self.folder):
+        with _writing_to(self.folder):
             for split, part in parts.items():
                 self._splits[split].append(part)
 
@@ -243,7 +247,7 @@ class PartialOutput:
         """Make what was appended the point to go on from, if the last such point is old enough."""
         if not now and time.monotonic() - self._saved_at < self._save_seconds:
             return
-        with disk_errors(self.folder):
+        with _writing_to(self.folder):
             for split in self._splits.values():
                 for file in split.files:
                     file.sync()
@@ -256,7 +260,7 @@ class PartialOutput:
 
     def finish(self, manifests: dict[Split, str]) -> None:
         """Write indices and manifests, and say that only names are missing."""
-        with disk_errors(self.folder):
+        with _writing_to(self.folder):
             for split, files in self._splits.items():
                 lengths = self.folder / f"{split}.lengths"
                 write_index(self.folder / f"{split}.idx", lengths, dtype=files.dtype)
@@ -264,8 +268,7 @@ class PartialOutput:
                     write_index(self.folder / f"{split}.loss.idx", lengths, dtype=np.uint8)
                 (self.folder / f"{split}.json").write_text(manifests[split], encoding="utf-8")
             for path in self.folder.iterdir():
-                with path.open("rb") as stream:
-                    os.fsync(stream.fileno())
+                flush(path)
         self.state.finished = True
         self.save(now=True)
 
@@ -308,38 +311,20 @@ def _made(folder: Path, output_prefix: str) -> Path:
             required="a folder and what the names of the files start with",
             remedy=f"write for example {output_prefix}corpus",
         )
-    try:
+    with disk_errors(_NO_FOLDER, found=str(folder)):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "lock").touch()
-    except OSError as error:
-        raise DataError(
-            found=f"{folder}: {error.strerror}",
-            required="a folder that can be written to",
-            remedy="name another output",
-        ) from error
     return folder
 
 
-def _lock(folder: Path) -> int:
+def _lock(folder: Path) -> FileLock:
     """Hold the folder against other processes; the lock goes when the process does."""
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
+    lock = FileLock(folder / "lock")
+    if not lock.try_acquire():
+        lock.close()
         raise DataError(
             found=f"{folder}, on which another process works",
             required="one process per output",
             remedy="wait for it, or name another output",
-        ) from error
-    return descriptor
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small file so that it is whole or not there."""
-    partial = path.with_name(path.name + ".new")
-    with partial.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(partial, path)
+        )
+    return lock

@@ -9,7 +9,6 @@ shards cannot be joined in order.
 from __future__ import annotations
 
 import bisect
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from itertools import accumulate, islice
 from typing import Literal
 
 from megatron_dmtd.data.inputs import Block, Input
+from megatron_dmtd.infra.digests import sha256_of_text
 
 #: `parts`: shards follow each other. `blocks`: every N-th block.
 Order = Literal["parts", "blocks"]
@@ -86,4 +86,4 @@ def _bounds(sizes: Sequence[int], count: int) -> list[int]:
 
 def source_sha256(inputs: Sequence[Input]) -> str:
     """Digest of what all inputs are called and how large they are: it decides how they are cut. Paths do not count."""
-    return hashlib.sha256(json.dumps([[one.description, one.num_bytes] for one in inputs]).encode()).hexdigest()
+    return sha256_of_text(json.dumps([[one.description, one.num_bytes] for one in inputs]))

@@ -16,8 +16,8 @@ from urllib.parse import parse_qsl
 from megatron_dmtd.data.documents import RecordKeys
 from megatron_dmtd.data.inputs import BLOCK_DOCUMENTS, Block, Entry, file_identity
 from megatron_dmtd.errors import DataError
+from megatron_dmtd.infra.digests import sha256_of_file
 
-_READ_BYTES = 1 << 20
 _ROWS = 256
 
 
@@ -97,7 +97,7 @@ class ParquetInput:
         except (pyarrow.ArrowException, OSError) as error:
             found = f"row {row} of {self._path}, or a later one: {error}"
             raise DataError(found=found, required="a whole parquet file", remedy="make or copy the file again") from error
-        self._sha256 = _file_sha256(self._path)
+        self._sha256 = sha256_of_file(self._path)
 
 
 def _column(file: Any, key: str) -> Iterator[Any]:
@@ -116,14 +116,6 @@ def _runs(values: Iterator[Any], block_bytes: int) -> Iterator[tuple[Any, ...]]:
             run, size = [], 0
     if run:
         yield tuple(run)
-
-
-def _file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while chunk := stream.read(_READ_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 _DATASET_OPTIONS = ("name", "split", "streaming", "data_files", "data_dir", "revision")

@@ -6,9 +6,7 @@ they became the control ids, a document would end in its middle, or hold MASK, w
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -19,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_dmtd.errors import DataError
+from megatron_dmtd.infra.digests import sha256_of_file
+from megatron_dmtd.infra.files import write_atomically
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -74,7 +74,7 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
 
 def tokenizer_sha256(directory: str | Path) -> str:
     """Digest of the folder's `tokenizer.json`, by which a corpus knows what made it. Raises `DataError` if there is none."""
-    return hashlib.sha256(_tokenizer_file(directory).read_bytes()).hexdigest()
+    return sha256_of_file(_tokenizer_file(directory))
 
 
 def control_ids(tokenizer: PreTrainedTokenizerFast, *, mask_token_id: int | None = None) -> ControlIds:
@@ -230,6 +230,4 @@ def _save(tokenizer_json: str, output_dir: Path) -> None:
         "tokenizer.json": tokenizer_json,
     }
     for name, text in texts.items():
-        partial = output_dir / f"{name}.partial-{os.getpid()}"
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, output_dir / name)
+        write_atomically(output_dir / name, text)

@@ -8,11 +8,9 @@ does not grow with the input. It knows nothing of tokens or files.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -20,25 +18,18 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, TypeVar
 
 from megatron_dmtd.errors import DataError, DMTDError
+from megatron_dmtd.infra.processes import die_with
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 #: results that may wait for an earlier one, per worker
 _AHEAD = 3
-_PR_SET_PDEATHSIG = 1
-
-
-def _end_with_parent(parent_pid: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died while this process was starting
-        os._exit(1)
 
 
 def _serve(connection: Connection, parent_pid: int, make: Callable[[Any], Callable[[Any], Any]], argument: Any) -> None:
     """A worker: results for tasks until the pipe ends."""
-    _end_with_parent(parent_pid)
+    die_with(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears of Ctrl-C and closes the pipe
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         try:

@@ -8,19 +8,19 @@ Tensor names are `families.names`. Nothing here reads weights.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_dmtd.config.validate import validate_cycle, validate_model
-from megatron_dmtd.errors import ModelError
+from megatron_dmtd.errors import ModelError, Refusal
 from megatron_dmtd.families.base import Family, ModelDescription
 from megatron_dmtd.families.dmtd import DMTD
 from megatron_dmtd.families.fields import Fields, refuse
 from megatron_dmtd.families.llama import Llama
 from megatron_dmtd.families.names import hf_name, hf_tensors
 from megatron_dmtd.families.qwen3 import Qwen3
+from megatron_dmtd.infra.json_files import read_object
 
 __all__ = [
     "FAMILIES",
@@ -65,16 +65,8 @@ def read_directory(directory: str | Path) -> ModelDescription:
 
 def read_hf_fields(directory: str | Path) -> dict[str, Any]:
     """The fields of `directory`/config.json as they stand. Raises `ModelError` if there is none, or it is no JSON object."""
-    path = Path(directory) / "config.json"
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(fields, dict):
-            raise ValueError("it holds no object")
-        return fields
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            found=f"{path} cannot be read: {error}", required="a Hugging Face model directory", remedy="check the path"
-        ) from error
+    refusal = Refusal(ModelError, required="a Hugging Face model directory", remedy="check the path")
+    return read_object(Path(directory) / "config.json", refusal)
 
 
 def write_fields(description: ModelDescription) -> dict[str, Any]:

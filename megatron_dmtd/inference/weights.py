@@ -8,7 +8,6 @@ Shape legend: X hidden size, H query heads, G key/value heads, E head size, I fe
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,12 @@ from safetensors import SafetensorError, safe_open
 from transformers import LlamaConfig, Qwen3Config
 
 from megatron_dmtd.cycle import ORDINARY, VANILLA, VARIANTS, Method
-from megatron_dmtd.errors import CheckpointError, ConfigError
+from megatron_dmtd.errors import CheckpointError, ConfigError, Refusal
 from megatron_dmtd.hf.configuration_dmtd_qwen3 import DMTDQwen3Config
 from megatron_dmtd.hf.dmtd_layers import RotaryAngles
+from megatron_dmtd.infra.json_files import read_object
+
+_NO_MODEL = Refusal(CheckpointError, required="a Hugging Face model directory", remedy="name such a directory")
 
 CONFIGS = {"dmtdqwen3": DMTDQwen3Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 #: name -> tensor, called once for every name of `tensor_shapes`
@@ -216,7 +218,7 @@ def read_config(path: Path) -> Any:
             required="a model directory on this machine",
             remedy="correct the path, or download or export the model first",
         )
-    fields = _read_object(path / "config.json")
+    fields = read_object(path / "config.json", _NO_MODEL)
     model_type = fields.get("model_type")
     if model_type not in CONFIGS:
         raise CheckpointError(
@@ -231,18 +233,6 @@ def read_config(path: Path) -> Any:
             found=f"{path / 'config.json'}, which {CONFIGS[model_type].__name__} refuses: {error}",
             required="a consistent configuration",
             remedy="export the model again",
-        ) from error
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(fields, dict):
-            raise ValueError("it is not a JSON object")
-        return fields
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            found=f"{path} cannot be read: {error}", required="a Hugging Face model directory", remedy="name such a directory"
         ) from error
 
 
@@ -358,7 +348,7 @@ def _accounted_files(path: Path, expected: Mapping[str, tuple[int, ...]]) -> dic
 def _weight_files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if index.exists():
-        weight_map = _read_object(index).get("weight_map")
+        weight_map = read_object(index, _NO_MODEL).get("weight_map")
         if not isinstance(weight_map, dict):
             raise CheckpointError(
                 found=f"{index} without a weight_map",
@@ -390,7 +380,7 @@ def _stored_shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 def _stop_token_ids(path: Path, config: Any) -> tuple[int, ...]:
     """`eos_token_id` of the generation configuration, or else of the model's."""
     generation = path / "generation_config.json"
-    found = _read_object(generation).get("eos_token_id") if generation.exists() else config.eos_token_id
+    found = read_object(generation, _NO_MODEL).get("eos_token_id") if generation.exists() else config.eos_token_id
     if found is None:
         return ()
     return tuple(found) if isinstance(found, list) else (int(found),)

@@ -6,7 +6,6 @@ as many ranks, from what these took. Any other job is charged its time limit: an
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from megatron_dmtd.config.batch_size import full_steps
 from megatron_dmtd.launch.job import Job
 from megatron_dmtd.launch.restarts import newest_step
 from megatron_dmtd.launch.site import Site
+from megatron_dmtd.training.log import METRICS_FILE, read_metrics
 from megatron_dmtd.training.plan import Plan
 
 #: logged steps that a measured estimate is the median of
@@ -51,10 +51,9 @@ def estimate(job: Job, site: Site, plan: Plan | None) -> Cost:
 def _full_step_seconds(job: Job, site: Site, plan: Plan) -> tuple[float, str]:
     """Of a step of `global_batch_size` rows; those of a ramp-up have fewer, and take as much less."""
     training, folder = plan.config.training, plan.config.logging.dir
-    metrics = Path(site.work_dir, folder, "metrics.jsonl") if folder else None
+    metrics = Path(site.work_dir, folder, METRICS_FILE) if folder else None
     if metrics is not None and metrics.is_file():
-        records = [json.loads(line) for line in metrics.read_text().splitlines()]
-        timed = [record for record in records if "step_time_s" in record][-_LAST_STEPS:]
+        timed = [record for record in read_metrics(metrics) if "step_time_s" in record][-_LAST_STEPS:]
         times = [record["step_time_s"] / full_steps(training, record["step"] - 1, record["step"]) for record in timed]
         if times:
             return statistics.median(times), f"median of the last {len(times)} logged ones; right if they ran on as many ranks"

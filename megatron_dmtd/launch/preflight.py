@@ -18,12 +18,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_dmtd.infra.files import write_atomically
 from megatron_dmtd.launch import health, links
 from megatron_dmtd.launch.health import Gpu, Report
 from megatron_dmtd.launch.links import Link
 from megatron_dmtd.launch.verdict import Limits, Problem, judge, judge_all_reduce, judge_links
 from megatron_dmtd.platform.device import Platform, current_platform
-from megatron_dmtd.training.checkpoints.paths import write_atomically
 
 FAILED = 8
 #: a file on a network file system may be seen late on another node

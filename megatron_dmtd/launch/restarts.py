@@ -19,10 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dmtd.config import load_config
-from megatron_dmtd.errors import DMTDError
-from megatron_dmtd.training.checkpoints.paths import latest_directory, step_of, write_atomically
+from megatron_dmtd.errors import ConfigError, DMTDError, Refusal
+from megatron_dmtd.infra.files import write_atomically
+from megatron_dmtd.infra.json_files import read_object
+from megatron_dmtd.training.checkpoints.paths import latest_directory, step_of
 
 EXHAUSTED = 7
+_NO_STATE = Refusal(
+    ConfigError,
+    required="the attempts of a job, as this command writes them",
+    remedy="name another --state, or remove the file: the job then counts its attempts from the first",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +58,14 @@ class Attempts:
 
 
 def read_attempts(path: Path) -> Attempts:
-    """The attempts that a file remembers; none where it is absent."""
-    return Attempts(**json.loads(path.read_text())) if path.is_file() else Attempts()
+    """The attempts that a file remembers; none where it is absent. Raises `ConfigError` if it holds anything else."""
+    if not path.is_file():
+        return Attempts()
+    fields = read_object(path, _NO_STATE)
+    try:
+        return Attempts(**fields)
+    except TypeError as error:
+        raise _NO_STATE(f"{path}: {error}") from error
 
 
 def newest_step(options: Sequence[str]) -> int:
@@ -104,12 +117,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(words[:cut])
     try:
         step = newest_step(words[cut + 1 :])
+        if parsed.action == "begin":
+            return _begin(parsed.state, step, parsed.limit)
+        return _again(parsed.state, step, parsed.limit, parsed.status)
     except DMTDError as error:
         print(f"{type(error).__name__}\n{error}", file=sys.stderr)
         return 2
-    if parsed.action == "begin":
-        return _begin(parsed.state, step, parsed.limit)
-    return _again(parsed.state, step, parsed.limit, parsed.status)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from megatron_dmtd.errors import CapabilityError, ConfigError
+from megatron_dmtd.infra.files import write_atomically
 from megatron_dmtd.launch.job import Job
 from megatron_dmtd.launch.site import Site
 
@@ -42,10 +43,7 @@ def submit(job: Job, site: Site, *, dependency: str = "") -> str:
             found=f"Slurm: {answer.stderr.strip()}", required="a job that it accepts", remedy="correct what it names"
         )
     number = answer.stdout.strip().split(";")[0]
-    copy = folder / f"{job.name}-{number}.sbatch"
-    temporary = copy.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(job.text)
-    os.replace(temporary, copy)
+    write_atomically(folder / f"{job.name}-{number}.sbatch", job.text)
     return number
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import time
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from tqdm import tqdm
 from megatron_dmtd.data.token_file import TokenFile
 from megatron_dmtd.errors import DataError
 from megatron_dmtd.inference import Engine, EngineConfig, SamplingParams
+from megatron_dmtd.infra.files import write_atomically
 from megatron_dmtd.platform import Platform
 from megatron_dmtd.quickstart.parts import progress_bar
 from megatron_dmtd.quickstart.plan import CONTROL, DMTD, MODELS, Plan
@@ -132,6 +132,4 @@ def decode_all(plan: Plan, platform: Platform, *, output: Path) -> None:
         "device": platform.describe(),
         "models": models,
     }
-    temporary = output.with_suffix(".tmp")
-    temporary.write_text(json.dumps(record, indent=2) + "\n")
-    os.replace(temporary, output)
+    write_atomically(output, json.dumps(record, indent=2) + "\n")

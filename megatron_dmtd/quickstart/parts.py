@@ -6,7 +6,6 @@ A part has a stamp, `DIR/.parts/NAME.json`, with its inputs and whether it finis
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,8 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_dmtd.errors import DMTDError
+from megatron_dmtd.infra.files import write_atomically
+from megatron_dmtd.infra.json_files import parse_object
 
 
 class PartError(DMTDError):
@@ -73,7 +74,7 @@ class Parts:
 
     def _read(self, part: Part) -> dict[str, Any]:
         try:
-            stamp = json.loads(self._path(part).read_text())
+            stamp = parse_object(self._path(part).read_text())
         except (FileNotFoundError, ValueError):
             return {}  # never started, or an incomplete stamp: run it again
         return stamp if {"inputs", "finished", "seconds"} <= stamp.keys() else {}
@@ -81,9 +82,7 @@ class Parts:
     def _write(self, part: Part, stamp: Mapping[str, Any]) -> None:
         path = self._path(part)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(stamp, indent=2) + "\n")
-        os.replace(temporary, path)
+        write_atomically(path, json.dumps(stamp, indent=2) + "\n")
 
     def _remove(self, part: Part) -> None:
         for path in part.outputs:

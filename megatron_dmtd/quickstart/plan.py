@@ -9,7 +9,6 @@ Everything is in one folder: `tokenizer/`, `data/`, one folder per training (`me
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import sys
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dmtd.config import Config, from_yaml, to_dict, validate
+from megatron_dmtd.infra.digests import sha256_of_text
 
 #: the common starting point, the model and its control; also the names of their recipes
 BASE, DMTD, CONTROL = "base", "bidirectional-refresh", "vanilla"
@@ -146,7 +146,7 @@ class Plan:
         """What determines one training run."""
         names = (model,) if model == BASE else (BASE, model)
         settings = [sorted(to_dict(self.config(name)).items()) for name in names]
-        digest = hashlib.sha256(repr(settings).encode()).hexdigest()
+        digest = sha256_of_text(repr(settings))
         return self.data_inputs() | {"settings": digest}
 
     def decoding_inputs(self) -> dict[str, Any]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_dmtd.config import Config
 from megatron_dmtd.data.manifest import read_manifest
+from megatron_dmtd.errors import DataError, Refusal
+from megatron_dmtd.infra.files import replacing, write_atomically
+from megatron_dmtd.infra.json_files import read_object
 from megatron_dmtd.quickstart.plan import BASE, CONTROL, DMTD, MODELS, Plan
 from megatron_dmtd.training.log import METRICS_FILE, read_metrics
 
+_NO_DECODING = Refusal(
+    DataError, required="what the part `decoding` of the quickstart writes", remedy="delete the file and run the quickstart again"
+)
 _PAGE = """# Quickstart report
 
 A Qwen3-shaped decoder of {parameters:,} parameters was pretrained in the ordinary way and then continued as `{dmtd}`,
@@ -255,18 +259,15 @@ def draw_curves(plan: Plan, path: Path) -> None:
     for axis in (left, right):
         axis.legend(fontsize="small")
         axis.grid(alpha=0.3)
-    temporary = path.with_name(f".{path.name}.partial.png")
-    figure.savefig(temporary, dpi=110)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")
     pyplot.close(figure)
-    os.replace(temporary, path)
 
 
 def write_report(plan: Plan, seconds: Mapping[str, float]) -> str:
     """Write `report.md` and `curves.png`, and return the report's text. `seconds` is the time of each part."""
-    decoding = json.loads((plan.directory / "decoding.json").read_text())
+    decoding = read_object(plan.directory / "decoding.json", _NO_DECODING)
     draw_curves(plan, plan.directory / "curves.png")
     text = render(plan, decoding, seconds)
-    temporary = plan.directory / ".report.md.partial"
-    temporary.write_text(text)
-    os.replace(temporary, plan.directory / "report.md")
+    write_atomically(plan.directory / "report.md", text)
     return text

@@ -13,10 +13,6 @@ the ranks can stop together, saves and raises `error`.
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import json
-import math
 import os
 import sys
 import uuid
@@ -27,39 +23,32 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_dmtd.config import LoggingConfig
-from megatron_dmtd.errors import ConfigError, DMTDError
-from megatron_dmtd.training.checkpoints.paths import write_atomically
+from megatron_dmtd.errors import ConfigError, DMTDError, Refusal
+from megatron_dmtd.infra.console import silence_stdout
+from megatron_dmtd.infra.files import write_atomically
+from megatron_dmtd.infra.json_lines import append, ends_torn, read_lines, to_line
 
 METRICS_FILE = "metrics.jsonl"
 SUPERSEDED_FILE = "metrics.superseded.jsonl"
 RUN_ID_FILE = "wandb_run_id"
+_NO_LOG = Refusal(
+    ConfigError,
+    required="one JSON object with a step on each line",
+    remedy="move the file away, or set logging.dir to another folder",
+)
 
 
 class LogError(DMTDError):
     """A log that could not be written, in a run that stopped for it."""
 
 
+def _record_of(values: dict[str, Any]) -> dict[str, Any]:
+    return values | {"step": int(values["step"])}
+
+
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl`, without a torn last line (its writer was killed). Raises `ConfigError` for a bad line."""
-    *lines, _torn = Path(path).read_text().split("\n")
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            records.append(record | {"step": int(record["step"])})
-        except (ValueError, TypeError, KeyError):
-            raise ConfigError(
-                found=f"{path}, line {number}: {line[:80]!r}",
-                required="one JSON object with a step on each line",
-                remedy="move the file away, or set logging.dir to another folder",
-            ) from None
-    return records
-
-
-def _to_line(record: Mapping[str, Any]) -> str:
-    """One JSON line. JSON has no NaN and no infinity, so these are written as the strings "nan", "inf" and "-inf"."""
-    finite = {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
-    return json.dumps(finite, allow_nan=False) + "\n"
+    return read_lines(Path(path), _record_of, _NO_LOG)
 
 
 def rewind_metrics(directory: Path, *, resumed_step: int) -> None:
@@ -67,14 +56,14 @@ def rewind_metrics(directory: Path, *, resumed_step: int) -> None:
     path = directory / METRICS_FILE
     if not path.is_file():
         return
-    records, is_torn = read_metrics(path), not path.read_bytes().endswith(b"\n")
+    records, is_torn = read_metrics(path), ends_torn(path)
     superseded = [record for record in records if record["step"] > resumed_step]
     if not superseded and not is_torn:
         return  # a disk without room for a second copy does not matter
     if superseded:
         with open(directory / SUPERSEDED_FILE, "a") as file:
-            file.write("".join(map(_to_line, superseded)))
-    write_atomically(path, "".join(_to_line(record) for record in records if record["step"] <= resumed_step))
+            file.write("".join(map(to_line, superseded)))
+    write_atomically(path, "".join(to_line(record) for record in records if record["step"] <= resumed_step))
 
 
 def _wandb_run_id(directory: Path) -> str:
@@ -84,28 +73,9 @@ def _wandb_run_id(directory: Path) -> str:
     return path.read_text().strip()
 
 
-def _append(file: Any, line: str) -> None:
-    """Write a line to an unbuffered file, or nothing of it. Raises `OSError`."""
-    data, end = line.encode(), file.seek(0, os.SEEK_END)
-    try:
-        if file.write(data) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    except OSError:
-        with contextlib.suppress(OSError):
-            file.truncate(end)
-        raise
-
-
 def _kind_of(record: Mapping[str, Any]) -> tuple[int, frozenset[str]]:
     """What no log has twice: the values of one name at one step."""
     return record["step"], frozenset(record)
-
-
-def _silence_console() -> None:
-    """From here on the console takes everything: what is left in its buffer would fail again when the interpreter ends."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
 
 
 def _start_wandb(config: LoggingConfig, run_config: Mapping[str, Any]) -> Any:
@@ -202,7 +172,7 @@ class RunLog:
             self.unwritten.append(record)  # after those that are waiting
         elif self._file is not None:
             try:
-                _append(self._file, _to_line(record))
+                append(self._file, to_line(record))
             except OSError as error:
                 self._fail(METRICS_FILE, error)
                 self.unwritten.append(record)
@@ -244,7 +214,7 @@ class RunLog:
             sys.stdout.flush()
         except OSError as error:
             self._fail("the console", error)
-            _silence_console()
+            silence_stdout()
 
     def close(self) -> None:
         """Finish all that is open. Safe to call twice."""

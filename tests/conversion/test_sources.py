@@ -9,7 +9,8 @@ from megatron_dmtd.conversion.rules import rules, spec_of
 from megatron_dmtd.conversion.sources import Checkpoint, HFDirectory, num_parameters, open_source, verified_beside
 from megatron_dmtd.conversion.weight_files import WeightFiles, write_weights
 from megatron_dmtd.errors import CheckpointError, ConversionError, ModelError
-from megatron_dmtd.training.checkpoints import checksums, paths
+from megatron_dmtd.infra import checksums
+from megatron_dmtd.training.checkpoints import paths
 from tests.support.hf_models import change_fields, random_hf_directory, small_model
 
 
@@ -98,17 +99,17 @@ def test_an_import_may_lack_checksums_and_a_runs_step_may_not(hf, tmp_path):
 
 def test_an_import_records_every_file_that_it_writes(hf, tmp_path):
     import_hf(hf, tmp_path / "start")
-    recorded = checksums.read_checksums(tmp_path / "start")
+    recorded = checksums.read_checksums(tmp_path / "start", paths.DAMAGED)
     files = {path.name for path in (tmp_path / "start").iterdir()} - {paths.CHECKSUMS_FILE}
     assert set(recorded) == files and sum(name.endswith(".distcp") for name in files) == 7
-    checksums.verify(tmp_path / "start")
+    checksums.verify(tmp_path / "start", paths.DAMAGED)
 
 
 def test_what_is_neither_format_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="neither"):
         open_source(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps([]))
-    with pytest.raises(ModelError, match="holds no object"):
+    with pytest.raises(ModelError, match="is not a JSON object"):
         open_source(tmp_path)
 
 

@@ -72,7 +72,7 @@ def test_without_settings_the_ids_are_those_that_the_tokenizer_names(tokenizer, 
     assert special_ids({"eos_token_id": 0, "temperature": 0.6, "bos_token_id": None}) == {"eos_token_id": 0}
 
 
-@pytest.mark.parametrize(("text", "named"), [("{", "Expecting property name"), ("[]", "holds no object")])
+@pytest.mark.parametrize(("text", "named"), [("{", "Expecting property name"), ("[]", "not a JSON object")])
 def test_broken_generation_settings_are_refused(tmp_path, text, named):
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ConversionError, match=named):

@@ -132,7 +132,7 @@ def header_file(path, entries, data=b""):
     ("entries", "named"),
     [
         ("{", "Expecting property name"),
-        ("[]", "the header is no JSON object"),
+        ("[]", "it is not a JSON object"),
         ({"a": {}}, "dtype"),
         ({"a": {"dtype": "U16", "shape": [2], "data_offsets": [0, 4]}}, "a has type U16"),
         ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, r"a of shape \[2\] has 4 bytes"),

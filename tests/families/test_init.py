@@ -159,7 +159,7 @@ def test_shapes_that_contradict_are_refused():
 def test_an_absent_or_broken_config_is_refused(tmp_path):
     with pytest.raises(ModelError, match="No such file"):
         read_hf_fields(tmp_path)
-    for text, message in (("{", "Expecting property name"), ("[]", "it holds no object")):
+    for text, message in (("{", "Expecting property name"), ("[]", "it is not a JSON object")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ModelError, match=message):
             read_directory(tmp_path)

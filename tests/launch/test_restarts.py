@@ -64,3 +64,13 @@ def test_settings_and_checkpoints_that_cannot_be_read_are_refused(tmp_path, caps
     assert main([*common, "--checkpoint.dir", str(tmp_path / "run")]) == 2
     assert "unknown setting checkpoint.folder" in (error := capsys.readouterr().err) and "without config.yaml" in error
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [('{"number": 1', "cannot be read"), ("[]", "not a JSON object"), ('{"x": 1}', "'x'")]
+)
+def test_a_damaged_state_is_refused_by_name(tmp_path, capsys, text, found):
+    (tmp_path / "s").write_text(text)
+    assert main(["begin", "--state", str(tmp_path / "s"), "--limit", "1", "--", "--checkpoint.dir", str(tmp_path / "run")]) == 2
+    assert found in (error := capsys.readouterr().err) and str(tmp_path / "s") in error
+    assert (tmp_path / "s").read_text() == text

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from megatron_dmtd.config import Config
+from megatron_dmtd.infra import checksums
 from megatron_dmtd.training import exit_codes
-from megatron_dmtd.training.checkpoints import checksums, paths
+from megatron_dmtd.training.checkpoints import paths
 from tests.support.checkpoints import ROOT, Job, common_of
 from tests.support.jobs import lines_of
 from tests.support.tiny import tiny_config, with_settings
@@ -96,7 +97,7 @@ def test_a_signal_before_the_first_step_saves_too_and_a_damaged_checkpoint_is_re
         assert job.wait() == [exit_codes.STOPPED], job.output()
     saved = _newest(config)
     assert saved.name == paths.step_directory_name(0)
-    checksums.verify(saved)
+    checksums.verify(saved, paths.DAMAGED)
     part = saved / "__0_0.distcp"
     data = bytearray(part.read_bytes())
     data[len(data) // 2] ^= 1
@@ -132,11 +133,11 @@ def test_torchrun_sees_the_status_and_the_save(corpus: tuple[str, str], tmp_path
         subprocess.run(["kill", "-TERM", workers[1]], check=True)
         assert job.wait() == [1], job.output()
     assert f"exitcode  : {exit_codes.STOPPED}" in job.output(), "torchrun's own report"
-    checksums.verify(_newest(config))
+    checksums.verify(_newest(config), paths.DAMAGED)
     with Job(config, tmp_path / "agent", program=program) as job:
         job.wait_for(lambda: "resumed at step" in job.output() and job.output().count("\nstep ") >= 1)
         before = _newest(config)
         job.send(signal.SIGTERM)  # to torchrun, which passes it on
         assert job.wait() != [0]
     assert _newest(config) != before
-    checksums.verify(_newest(config))
+    checksums.verify(_newest(config), paths.DAMAGED)

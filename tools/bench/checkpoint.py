@@ -116,7 +116,8 @@ def _best(earlier: dict[str, float], found: dict[str, float]) -> dict[str, float
 
 def _repeat(run: Any, batches: Any, folder: Path) -> tuple[dict[str, float], int]:
     """One round of everything that is measured on a run, and the bytes of a checkpoint."""
-    from megatron_dmtd.training.checkpoints import checksums
+    from megatron_dmtd.infra import checksums
+    from megatron_dmtd.training.checkpoints import paths
     from megatron_dmtd.training.checkpoints.checkpoint import load_checkpoint
     from megatron_dmtd.training.checkpoints.saving import Saver
     from megatron_dmtd.training.progress import Progress
@@ -141,7 +142,7 @@ def _repeat(run: Any, batches: Any, folder: Path) -> tuple[dict[str, float], int
     files = list(final.iterdir())
     _drop_from_cache(files)
     started = time.perf_counter()
-    checksums.verify(final)
+    checksums.verify(final, paths.DAMAGED)
     found["verify_s"] = time.perf_counter() - started
     _drop_from_cache(files)
     started = time.perf_counter()

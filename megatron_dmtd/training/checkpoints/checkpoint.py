@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dmtd.config import Config
 from megatron_dmtd.errors import CheckpointError
-from megatron_dmtd.training.checkpoints import checksums, paths
+from megatron_dmtd.infra import checksums
+from megatron_dmtd.training.checkpoints import paths
 from megatron_dmtd.training.checkpoints.compatibility import check_resumable, check_weights
 from megatron_dmtd.training.checkpoints.saving import Saver
 from megatron_dmtd.training.checkpoints.sharded_state import model_state, restore, whole_state
@@ -34,10 +35,10 @@ def save_checkpoint(run: RunState, directory: str | Path, progress: Progress | N
 def _verify_together(step_directory: Path) -> None:
     """Compare all files with their checksums, each on one rank. Raises `CheckpointError` on all ranks if any differs."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    digests = checksums.read_checksums(step_directory)
+    digests = checksums.read_checksums(step_directory, paths.DAMAGED)
     mine = sorted(digests)[rank::world_size]
     faults = gathered(checksums.faults_of(step_directory, mine, digests))
-    checksums.refuse(step_directory, [fault for part in faults for fault in part])
+    checksums.refuse(step_directory, [fault for part in faults for fault in part], paths.DAMAGED)
 
 
 def _load(request: dict[str, Any], step_directory: Path) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def load_weights(run: RunState, path: str | Path) -> None:
     """
     step_directory = paths.find_step_directory(path)
     check_weights(run.config, step_directory)
-    if checksums.must_be_verified(step_directory):
+    if paths.must_be_verified(step_directory):
         _verify_together(step_directory)
     state = _load({"model": model_state(run)}, step_directory)
     run.load_model_state(state["model"])

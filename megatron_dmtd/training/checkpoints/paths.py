@@ -12,16 +12,24 @@ import shutil
 import uuid
 from pathlib import Path
 
-from megatron_dmtd.errors import CheckpointError
+from megatron_dmtd.errors import CheckpointError, Refusal
+from megatron_dmtd.infra.checksums import CHECKSUMS_FILE, has_checksums
+from megatron_dmtd.infra.directories import REMOVED_NAME, hide
+from megatron_dmtd.infra.files import TEMPORARY_NAME, flush, write_atomically
 
 LATEST_FILE = "latest"
 CONFIG_FILE = "config.yaml"
 #: Megatron writes this file last
 METADATA_FILE = "metadata.json"
-CHECKSUMS_FILE = "checksums.sha256"
 _STEP_NAME = re.compile(r"step_(\d{8,})")
-#: directories that are being written or removed, and the temporary files of `write_atomically`
-_LEFTOVER_NAME = re.compile(r"\.(partial|removed)-.*|\..*\.tmp")
+#: directories that are being written or removed, and temporary files
+_LEFTOVER_NAMES = (re.compile(r"\.partial-.*"), REMOVED_NAME, TEMPORARY_NAME)
+#: a checkpoint whose bytes are not what was written
+DAMAGED = Refusal(
+    CheckpointError,
+    required=f"a checkpoint whose files are all as {CHECKSUMS_FILE} records them",
+    remedy="use another step: write its name into the run's `latest` file; or copy this one again from where it is whole",
+)
 
 
 def step_directory_name(step: int) -> str:
@@ -34,54 +42,14 @@ def partial_directory_name(step: int) -> str:
     return f".partial-{step_directory_name(step)}-{uuid.uuid4().hex[:8]}"
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a file and wait until it is on the disk. Raises `OSError`."""
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_directory(directory: Path) -> None:
-    """Wait until the names in a directory are on the disk. Raises `OSError`."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small file that is either the old one or the new one, whatever happens. Raises `OSError`."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        write_durably(temporary, text.encode())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_directory(path.parent)
-
-
-def _hide(directory: Path) -> Path:
-    """Rename a checkpoint so that nobody takes it for one while its files go."""
-    hidden = directory.with_name(f".removed-{directory.name}-{uuid.uuid4().hex[:8]}")
-    os.rename(directory, hidden)
-    return hidden
-
-
-def remove_checkpoint(directory: Path) -> None:
-    """Remove a step directory: a kill in between leaves no half of it under its name. Raises `OSError`."""
-    shutil.rmtree(_hide(directory))
-
-
 def publish(partial: Path, step: int) -> Path:
     """Give a complete directory its name, in place of an older one of this step, and let `latest` name it. Raises `OSError`."""
     run = partial.parent
     final = run / step_directory_name(step)
-    sync_directory(partial)
-    replaced = _hide(final) if final.exists() else None
+    flush(partial)
+    replaced = hide(final) if final.exists() else None
     os.rename(partial, final)
-    sync_directory(run)
+    flush(run)
     write_atomically(run / LATEST_FILE, final.name + "\n")
     if replaced is not None:
         shutil.rmtree(replaced)
@@ -90,7 +58,8 @@ def publish(partial: Path, step: int) -> Path:
 
 def remove_leftovers(run: Path) -> list[str]:
     """Remove what killed runs left half-written or half-removed; the names removed. Only while no other run uses the folder."""
-    leftovers = sorted(path for path in run.iterdir() if _LEFTOVER_NAME.fullmatch(path.name)) if run.is_dir() else []
+    names = sorted(path.name for path in run.iterdir()) if run.is_dir() else []
+    leftovers = [run / name for name in names if any(pattern.fullmatch(name) for pattern in _LEFTOVER_NAMES)]
     for path in leftovers:
         if path.is_dir():
             shutil.rmtree(path)
@@ -112,6 +81,14 @@ def step_of(directory: Path) -> int | None:
     """The step of a checkpoint directory; None for any other name."""
     match = _STEP_NAME.fullmatch(directory.name)
     return int(match[1]) if match else None
+
+
+def must_be_verified(directory: Path) -> bool:
+    """Whether a checkpoint's bytes are to be compared: if it has checksums, and if it ought to, as every step of a run does.
+
+    A directory elsewhere without checksums is an import of an earlier version, or a copy whose owner left them out.
+    """
+    return has_checksums(directory) or step_of(directory.resolve()) is not None
 
 
 def step_directories(run: Path) -> list[Path]:

@@ -11,7 +11,6 @@ host copy (GPU). Whatever fails on one rank's disk is raised on all of them, at 
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import gc
 import io
@@ -20,7 +19,6 @@ import os
 import pickle
 import queue
 import shutil
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,8 +34,12 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 
 from megatron_dmtd.config import CheckpointConfig, to_yaml
 from megatron_dmtd.errors import CheckpointError
+from megatron_dmtd.infra.checksums import write_checksums
+from megatron_dmtd.infra.digests import sha256_of_file
+from megatron_dmtd.infra.directories import remove
+from megatron_dmtd.infra.files import write_durably
+from megatron_dmtd.infra.processes import die_with
 from megatron_dmtd.training.checkpoints import paths
-from megatron_dmtd.training.checkpoints.checksums import sha256_of, write_checksums
 from megatron_dmtd.training.checkpoints.sharded_state import METADATA, whole_state
 from megatron_dmtd.training.health.consensus import any_rank, gathered_on_first, told_by_first
 from megatron_dmtd.training.progress import Progress
@@ -78,20 +80,12 @@ class _NoQueue:
     """
 
 
-def _die_with(parent: int) -> None:
-    """Ask Linux to end this process when `parent` ends: a killed rank must leave no writer behind."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def _write_files(parent: int, write: Callable[..., None], rank: int, buckets: list[Any], report: Connection) -> None:
     """The background process: write this rank's files, and report Megatron's results, the digests and what went wrong."""
-    _die_with(parent)
+    die_with(parent)  # a killed rank must leave no writer behind
     gc.disable()  # it would free tensors of the parent's GPU, of which this process knows nothing
     # Megatron writes from processes of its own. A killed writer may leave them waiting for it, holding the report's pipe open.
-    os.register_at_fork(after_in_child=functools.partial(_die_with, os.getpid()))
+    os.register_at_fork(after_in_child=functools.partial(die_with, os.getpid()))
     torch.set_num_threads(1)  # threads of the parent do not exist here, and waiting for them would never end
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
     write(rank, buckets, results)
@@ -99,7 +93,7 @@ def _write_files(parent: int, write: Callable[..., None], rank: int, buckets: li
     fault = f"{type(written).__name__}: {written}" if isinstance(written, Exception) else ""
     digests: dict[str, str] = {}
     try:
-        digests = {} if fault else {name: sha256_of(Path(path)) for path, name, _ in buckets}
+        digests = {} if fault else {name: sha256_of_file(Path(path)) for path, name, _ in buckets}
     except OSError as error:
         fault = str(error)
     report.send_bytes(pickle.dumps((None if fault else written, digests, fault)))
@@ -259,8 +253,8 @@ class Saver:
 
     def _publish(self, running: _Running, reports: list[Any]) -> Path:
         partial, strategy = running.partial, running.strategy
-        paths.write_durably(partial / COMMON_FILE, running.common)
-        paths.write_durably(partial / paths.CONFIG_FILE, running.config_yaml.encode())
+        write_durably(partial / COMMON_FILE, running.common)
+        write_durably(partial / paths.CONFIG_FILE, running.config_yaml.encode())
         results = [[item for bucket in written.values() for item in bucket] for written, _, _ in reports]
         strategy.writer.finish(strategy.global_metadata, results)
         save_config(CheckpointingConfig(strategy.backend, strategy.version), str(partial))
@@ -268,7 +262,7 @@ class Saver:
         final = paths.publish(partial, running.step)
         keep = {"keep_last": self._settings.keep_last, "keep_every": self._settings.keep_every}
         for directory in paths.superfluous(self._root, step=running.step, **keep):
-            paths.remove_checkpoint(directory)
+            remove(directory)
         return final
 
     def save(self, progress: Progress) -> Path:

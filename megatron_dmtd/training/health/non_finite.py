@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 
 from megatron_dmtd.config import to_dict
 from megatron_dmtd.errors import DMTDError
-from megatron_dmtd.training.checkpoints import paths
+from megatron_dmtd.infra.files import write_atomically
 from megatron_dmtd.training.health.consensus import gathered_on_first, told_by_first
 from megatron_dmtd.training.state import RunState
 from megatron_dmtd.training.step import StepResult
@@ -90,7 +90,7 @@ def write_account(run: RunState, result: StepResult, *, loss: float) -> Path | N
 def _is_written(path: Path, text: str) -> bool:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        paths.write_atomically(path, text)
+        write_atomically(path, text)
     except OSError as error:
         print(f"{path} cannot be written ({error.strerror}):\n{text}", file=sys.stderr)
         return False

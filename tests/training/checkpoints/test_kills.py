@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from megatron_dmtd.config import Config
+from megatron_dmtd.infra import checksums
 from megatron_dmtd.platform import prepare_megatron
-from megatron_dmtd.training.checkpoints import checksums, paths
+from megatron_dmtd.training.checkpoints import paths
 from tests.support.checkpoints import PATIENCE_S, assert_same_checkpoint, common_of
 from tests.support.jobs import lines_of, run_job
 from tests.support.ranks import run_ranks
@@ -74,7 +75,7 @@ def test_thirty_kills_at_random_moments_of_a_save_lose_nothing(corpus: tuple[str
         later_than, delay_s = reached + generator.randrange(3), generator.uniform(0.0, 0.5)
         in_save += _start_and_kill_in_a_save(config, later_than=later_than, delay_s=delay_s)
         for directory in paths.step_directories(root):
-            checksums.verify(directory)
+            checksums.verify(directory, paths.DAMAGED)
         if (newest := paths.latest_directory(root)) is not None:
             step = common_of(newest)["progress"]["step"]
             assert step >= reached, "a kill never takes a checkpoint back"

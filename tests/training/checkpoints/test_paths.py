@@ -4,6 +4,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dmtd.errors import CheckpointError
+from megatron_dmtd.infra.checksums import write_checksums
+from megatron_dmtd.infra.files import write_atomically
 from megatron_dmtd.training.checkpoints import paths
 
 
@@ -24,7 +26,7 @@ def test_names_sort_as_steps_and_partial_ones_are_not_checkpoints() -> None:
 
 def test_a_path_means_itself_or_the_newest_of_a_run(tmp_path: Path) -> None:
     first, second = _checkpoint(tmp_path, 10), _checkpoint(tmp_path, 20)
-    paths.write_atomically(tmp_path / "latest", f"{first.name}\n")
+    write_atomically(tmp_path / "latest", f"{first.name}\n")
     assert paths.find_step_directory(second) == second
     assert paths.find_step_directory(tmp_path) == first
     assert paths.step_directories(tmp_path) == [first, second]
@@ -36,7 +38,7 @@ def test_a_directory_without_its_last_file_does_not_count(tmp_path: Path) -> Non
     assert paths.step_directories(tmp_path) == [first]
     with pytest.raises(CheckpointError, match=r"step_00000020 without metadata.json"):
         paths.find_step_directory(second)
-    paths.write_atomically(tmp_path / "latest", f"{second.name}\n")
+    write_atomically(tmp_path / "latest", f"{second.name}\n")
     with pytest.raises(CheckpointError, match=r"step_00000020 without metadata.json"):
         paths.find_step_directory(tmp_path)
 
@@ -59,3 +61,14 @@ def test_a_directory_near_a_checkpoint_is_refused_with_the_name_to_give(tmp_path
     (tmp_path / "export" / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"convert\.py import"):
         paths.find_step_directory(tmp_path / "export")
+
+
+def test_a_runs_own_step_must_be_verified_and_a_bare_import_need_not_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, start = tmp_path / "step_00000010", tmp_path / "start"
+    for folder in (step, start):
+        folder.mkdir()
+    assert paths.must_be_verified(step) and not paths.must_be_verified(start)
+    write_checksums(start)
+    assert paths.must_be_verified(start)
+    monkeypatch.chdir(step)
+    assert paths.must_be_verified(Path("."))

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from megatron_dmtd.config import Config
-from megatron_dmtd.training.checkpoints import checksums, paths
+from megatron_dmtd.infra import checksums
+from megatron_dmtd.training.checkpoints import paths
 from tests.support.checkpoints import assert_same_checkpoint, common_of
 from tests.support.disks import small_disk
 from tests.support.ranks import run_ranks
@@ -70,7 +71,7 @@ def test_what_is_written_while_training_goes_on_is_the_state_at_the_start(
     (name,) = results[0][2]
     assert name.startswith(".partial-step_00000002-"), "invisible until it was complete"
     assert_same_checkpoint(tmp_path / "background" / "step_00000002", tmp_path / "waited" / "step_00000002")
-    checksums.verify(tmp_path / "background" / "step_00000002")
+    checksums.verify(tmp_path / "background" / "step_00000002", paths.DAMAGED)
 
 
 def _save_at_each_step(config: Config, steps: int) -> list[str]:
@@ -162,7 +163,7 @@ def test_a_writer_killed_on_one_rank_is_an_error_on_all_and_leaves_the_last_chec
     assert errors[0] == errors[1]
     assert "rank 1: the writing process ended with status -9" in errors[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000001"]
-    checksums.verify(tmp_path / "step_00000001")
+    checksums.verify(tmp_path / "step_00000001", paths.DAMAGED)
 
 
 def _save_until_it_fails(config: Config, most: int) -> tuple[int, str]:
@@ -195,7 +196,7 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint_and_says_so_on_every_ra
         last = paths.latest_directory(folder / "run")
         assert last is not None
         assert last.name == paths.step_directory_name(failed - 1)
-        checksums.verify(last)
+        checksums.verify(last, paths.DAMAGED)
         assert not [path.name for path in (folder / "run").iterdir() if path.name.startswith(".")], "the half of it is gone"
         # With room again the run goes on from there, bitwise.
         subprocess.run(["mount", "-o", "remount,size=64m", str(folder)], check=True)

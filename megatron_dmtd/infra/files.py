@@ -1,0 +1,48 @@
+"""Files that are either the old one or the new one, and on the disk when they are said to be. Everything raises `OSError`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+#: names of the temporary files below, for whoever removes what a killed process left
+TEMPORARY_NAME = re.compile(r"\..*\.tmp")
+
+
+def flush(path: Path) -> None:
+    """Wait until a file's bytes, or a directory's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a file and wait until it is on the disk."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path in the same folder; the file that the block writes there replaces `path`, unless the block fails."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        flush(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    flush(path.parent)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small file that is either the old one or the new one, whatever happens."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(text.encode())
