@@ -1,43 +1,41 @@
 """The tree is the architecture: who may import whom, who may know which library. Reads the sources with `ast`, imports none."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "megatron_dmtd"
-#: room -> layer; a room imports from lower layers only
-LAYERS = {
-    "errors": 0,
-    "cycle": 0,
-    "architecture": 0,
-    "config": 0,
-    "families": 1,
-    "attention": 1,
-    "hf": 1,
-    "platform": 1,
-    "parallel": 2,
-    "data": 2,
-    "models": 2,
-    "training": 3,
-    "conversion": 3,
-    "inference": 4,
-    "launch": 4,
-    "quickstart": 4,
-    "serving": 5,
-}
-#: the only imports between two rooms of one layer
-SAME_LAYER = {
-    ("cycle", "errors"),
-    ("config", "errors"),
-    ("config", "cycle"),
-    ("config", "architecture"),
-    ("architecture", "cycle"),
-    ("models", "parallel"),  # a stage's layers are those of its placement
-    ("quickstart", "inference"),  # its report decodes with the engine
-    ("conversion", "training"),  # checkpoints lie where training.paths says
-}
-MEGATRON_ROOMS = {"platform", "models", "parallel", "data", "training", "conversion"}
+#: the rooms from the lowest to the highest, some of them still to be built: each imports only from those before it
+ORDER = (
+    "errors",
+    "infra",
+    "cycle",
+    "architecture",
+    "quantization",
+    "config",
+    "families",
+    "attention",
+    "hf",
+    "platform",
+    "parallel",
+    "models",
+    "data",
+    "weights",
+    "training",
+    "inference",
+    "serving",
+    "agents",
+    "evaluation",
+    "conversion",
+    "rl",
+    "vllm_plugin",
+    "launch",
+    "quickstart",
+)
+#: rooms in which ranks run, and Megatron with them
+MEGATRON_ROOMS = {"platform", "parallel", "models", "data", "weights", "training", "rl"}
 #: torch.cuda is asked in `platform`; Transformer Engine's backend and CUDA graphs exist on CUDA alone
 CUDA_FILES = {"attention/te.py", "inference/graphs.py"}
 MOST_LINES = 550
@@ -50,85 +48,137 @@ def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported(source: str) -> set[str]:
-    """Dotted names that a source imports, at any depth; `from a.b import c` is `a.b.c`. Relative ones stay in their room."""
+def module_of(path: Path) -> str:
+    """Dotted name of a file; that of a package for its `__init__`."""
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in FILES}
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def imported(tree: ast.AST, *, package: str = "") -> set[str]:
+    """Dotted names that a source of `package` imports, at any depth, functions included; `from a.b import c` is `a.b.c`."""
     names = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            names |= {f"{module}.{alias.name}" for alias in node.names}
     return names
 
 
-def rooms_imported(source: str) -> set[str]:
-    return {parts[1] for name in imported(source) if (parts := name.split("."))[0] == "megatron_dmtd" and len(parts) > 1}
+def imports_of(path: Path) -> set[str]:
+    module = module_of(path)
+    return imported(tree_of(path), package=module if path.name == "__init__.py" else module.rpartition(".")[0])
 
 
-def mentions(source: str, dotted: str) -> bool:
+def rooms_in(names: set[str]) -> set[str]:
+    return {parts[1] for name in names if (parts := name.split("."))[0] == "megatron_dmtd" and len(parts) > 1}
+
+
+def file_of(name: str) -> str | None:
+    """The module that an imported name is, or is taken from. A name that a package's `__init__` imports is the package's."""
+    package, _, last = name.rpartition(".")
+    if package in MODULES and any(other.rpartition(".")[2] == last for other in imports_of(MODULES[package])):
+        return package
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def mentions(tree: ast.Module, dotted: str) -> bool:
     """Whether a source imports `dotted`, or reads it as attributes."""
-    if any(name == dotted or name.startswith(dotted + ".") for name in imported(source)):
+    if any(name == dotted or name.startswith(dotted + ".") for name in imported(tree)):
         return True
-    return any(isinstance(node, ast.Attribute) and ast.unparse(node) == dotted for node in ast.walk(ast.parse(source)))
+    return any(isinstance(node, ast.Attribute) and ast.unparse(node) == dotted for node in ast.walk(tree))
 
 
 def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
+def circle_in(edges: dict[str, set[str]]) -> list[str]:
+    """A way from a node back to itself; empty if there is none."""
+    done: set[str] = set()
+
+    def search(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return []
+        for other in sorted(edges.get(node, ())):
+            if found := search(other, [*path, node]):
+                return found
+        done.add(node)
+        return []
+
+    return next((found for node in sorted(edges) if (found := search(node, []))), [])
+
+
 def test_the_checks_see_what_they_look_for():
     source = "import torch\ndef f():\n    from megatron_dmtd.training.loop import train\n    return torch.cuda.is_available()\n"
-    assert rooms_imported(source) == {"training"}
-    assert mentions(source, "torch.cuda") and not mentions("import torch.cudagraphs", "torch.cuda")
-    assert mentions("from torch import cuda", "torch.cuda")
-    assert mentions("import megatron.core.utils", "megatron") and not mentions("import megatron_dmtd.cycle", "megatron")
-    assert rooms_imported("from megatron_dmtd import cycle") == {"cycle"}
+    assert rooms_in(imported(ast.parse(source))) == {"training"}
+    assert mentions(ast.parse(source), "torch.cuda") and not mentions(ast.parse("import torch.cudagraphs"), "torch.cuda")
+    assert mentions(ast.parse("from torch import cuda"), "torch.cuda")
+    assert mentions(ast.parse("import megatron.core.utils"), "megatron")
+    assert not mentions(ast.parse("import megatron_dmtd.cycle"), "megatron")
+    assert rooms_in(imported(ast.parse("from megatron_dmtd import cycle"))) == {"cycle"}
+    relative = ast.parse("from .b import c\nfrom . import d\nfrom ..e import f")
+    assert imported(relative, package="x.y") == {"x.y.b.c", "x.y.d", "x.e.f"}
+    assert file_of("megatron_dmtd.cycle.rule.visible") == "megatron_dmtd.cycle.rule" and file_of("torch.cuda") is None
+    assert circle_in({"a": {"b"}, "b": {"c", "d"}, "d": {"b"}}) == ["b", "d", "b"] and not circle_in({"a": {"b"}, "c": {"b"}})
 
 
-def test_every_room_has_a_layer():
-    assert {room_of(path) for path in FILES} - {"__init__"} == set(LAYERS)
+def test_every_room_has_its_place_in_the_order():
+    assert {room_of(path) for path in FILES} - {"__init__"} <= set(ORDER)
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_module_imports_from_lower_layers_only(path):
-    room = room_of(path)
-    if room == "__init__":
-        assert rooms_imported(path.read_text()) == set()
-        return
-    upward = {
-        other
-        for other in rooms_imported(path.read_text()) - {room}
-        if LAYERS[other] >= LAYERS[room] and (room, other) not in SAME_LAYER
-    }
-    assert not upward
+def test_a_module_imports_from_lower_rooms_only(path):
+    room, others = room_of(path), rooms_in(imports_of(path))
+    allowed = set() if room == "__init__" else {*ORDER[: ORDER.index(room)], room}
+    assert others <= allowed
 
 
-def test_each_exception_between_rooms_of_one_layer_is_used():
-    used = {(room_of(path), other) for path in FILES for other in rooms_imported(path.read_text())}
-    assert used >= SAME_LAYER
+def test_no_files_import_each_other_in_a_circle():
+    """Imports inside functions included. Importing a module runs its packages' `__init__` too; that does not count."""
+    edges = {module: {file_of(name) for name in imports_of(path)} - {None, module} for module, path in MODULES.items()}
+    assert sum(map(len, edges.values())) > 300
+    assert circle_in(edges) == []
 
 
 def test_inference_knows_nothing_of_training():
-    imports = set().union(*(rooms_imported(path.read_text()) for path in FILES if room_of(path) == "inference"))
-    assert imports <= {"errors", "cycle", "config", "attention", "hf", "platform", "inference"} and "hf" in imports
+    imports = set().union(*(rooms_in(imports_of(path)) for path in FILES if room_of(path) == "inference"))
+    assert imports <= set(ORDER[: ORDER.index("platform") + 1]) | {"inference"} and "cycle" in imports
 
 
 @pytest.mark.parametrize(
     ("library", "rooms"),
-    [("megatron", MEGATRON_ROOMS), ("transformer_engine", {"attention"}), ("torch", set(LAYERS) - {"config", "errors"})],
+    [
+        ("megatron", MEGATRON_ROOMS),
+        ("transformer_engine", {"attention"}),
+        ("torch", set(ORDER) - {"config", "errors", "infra"}),
+    ],
 )
 def test_libraries_are_known_where_they_belong(library, rooms):
-    users = {path for path in FILES if mentions(path.read_text(), library)}
+    users = {path for path in FILES if mentions(tree_of(path), library)}
     assert {room_of(path) for path in users} <= rooms
     assert users, "nobody uses it: the check looks for the wrong name"
 
 
 def test_transformer_engine_is_imported_in_one_file():
-    assert [name_of(path) for path in FILES if mentions(path.read_text(), "transformer_engine")] == ["attention/te.py"]
+    assert [name_of(path) for path in FILES if mentions(tree_of(path), "transformer_engine")] == ["attention/te.py"]
 
 
 def test_only_the_platform_asks_torch_for_cuda():
-    users = {name_of(path) for path in FILES if mentions(path.read_text(), "torch.cuda")}
+    users = {name_of(path) for path in FILES if mentions(tree_of(path), "torch.cuda")}
     assert {name for name in users if not name.startswith("platform/")} <= CUDA_FILES
     assert "platform/device.py" in users
 

@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from typing import get_args
 
 from megatron_dmtd.data.documents import RecordKeys
-from megatron_dmtd.data.inputs import open_inputs
 from megatron_dmtd.data.preprocess import PreprocessOptions, Result, preprocess
+from megatron_dmtd.data.sources import open_inputs
 from megatron_dmtd.errors import DMTDError
 
 _INPUTS = (

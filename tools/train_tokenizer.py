@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_dmtd.data.documents import RecordKeys, check_fraction, in_split
-from megatron_dmtd.data.inputs import open_source
+from megatron_dmtd.data.sources import open_source
 from megatron_dmtd.data.tokenizer import train_bpe
 from megatron_dmtd.errors import DMTDError
 

@@ -1,17 +1,15 @@
-"""Where raw documents come from: inputs, cut into blocks that are read and tokenised independently of each other.
+"""Inputs, cut into blocks that are read and tokenised independently of each other; lines of files, and files of folders.
 
 An `Input` is one file, folder or data set. Its blocks come in a fixed order and with fixed bounds on every machine, which is what
 makes the result of a run independent of the number of its workers and lets an interrupted run go on. A `Block` is small, can be
 sent to another process, and yields its documents there; an input reads no more than it must to find the bounds of its blocks.
 
-No tokens here. `datasets` and `pyarrow` live in `tables.py`, `zstandard` in `compressed.py`.
+No tokens here. Tables are in `tables.py`; `sources.py` opens inputs by their names.
 """
 
 from __future__ import annotations
 
-import glob
 import hashlib
-import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,13 +23,10 @@ from megatron_dmtd.infra.digests import sha256_of_text
 
 #: the name of the input that any machine with Python has
 STDLIB = "stdlib"
-#: what the name of an input of the `datasets` library starts with
-HUB = "hf:"
 #: bytes of raw content in a block, about; a single document may be longer
 BLOCK_BYTES = 4 << 20
 #: documents in a block, at most, of inputs whose documents may be tiny or empty
 BLOCK_DOCUMENTS = 4096
-_LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
 Entry = Document | BadDocument
 
@@ -279,91 +274,3 @@ def _holds_text(path: Path) -> bool:
         return bool(path.read_bytes().decode("utf-8"))
     except UnicodeDecodeError:
         return False
-
-
-def open_inputs(names: Sequence[str], *, patterns: Sequence[str] = ("**/*.txt",), keys: RecordKeys | None = None) -> list[Input]:
-    """All inputs that `names` stand for, in order; the files of a glob pattern are sorted.
-
-    A name is `stdlib`, a folder (its files that match `patterns`), a .jsonl or .parquet file (.jsonl.gz, .jsonl.zst), a glob
-    pattern of such files, or `hf:` and what `datasets` loads.
-
-    Raises:
-        DataError: a name is none of these or holds nothing.
-        CapabilityError: a package that reads it is missing.
-
-    """
-    keys = keys or RecordKeys()
-    if not names:
-        raise DataError(found="no input", required=_REQUIRED, remedy="name one")
-    return [one for name in names for one in _open(name, patterns=patterns, keys=keys)]
-
-
-_REQUIRED = f"{STDLIB}, a folder of text files, .jsonl (.gz, .zst) or .parquet files, or {HUB}NAME of a data set"
-
-
-def _open(name: str, *, patterns: Sequence[str], keys: RecordKeys) -> list[Input]:
-    if name == STDLIB:
-        return [stdlib_input()]
-    if name.startswith(HUB):
-        from megatron_dmtd.data.tables import DatasetInput
-
-        return [DatasetInput(name.removeprefix(HUB), keys)]
-    path = Path(name)
-    if path.is_dir():
-        return [folder_input(path, patterns=patterns)]
-    if not path.exists() and glob.has_magic(name):
-        matches = sorted(match for match in glob.glob(name, recursive=True) if os.path.isfile(match))
-        if not matches:
-            raise DataError(found=f"no file that matches {name}", required=_REQUIRED, remedy="correct the pattern")
-        return [_open_file(Path(match), keys=keys) for match in matches]
-    if path.is_file():
-        return [_open_file(path, keys=keys)]
-    raise DataError(found=f"no file or folder {name}", required=_REQUIRED, remedy="correct the path")
-
-
-def _open_file(path: Path, *, keys: RecordKeys) -> Input:
-    bare = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
-    if bare.suffix not in (*_LINES_SUFFIXES, ".parquet") or path.suffixes[-2:-1] == [".parquet"]:
-        raise DataError(found=f"the file {path}", required=_REQUIRED, remedy="put the texts into such a file")
-    if path.stat().st_size == 0:
-        raise DataError(found=f"{path} is empty", required="at least one document", remedy="check how it was made")
-    if bare.suffix == ".parquet":
-        from megatron_dmtd.data.tables import ParquetInput
-
-        return ParquetInput(path, keys)
-    return LinesInput(path, keys)
-
-
-class DocumentSource:
-    """All documents of some inputs, one after the other, for readers that need no blocks."""
-
-    def __init__(self, inputs: Sequence[Input], *, skip_bad: bool = False) -> None:
-        self.inputs = list(inputs)
-        self.skipped: list[BadDocument] = []
-        """What the last pass left out."""
-        self._skip_bad = skip_bad
-
-    @property
-    def description(self) -> str:
-        """The inputs in words."""
-        return "; ".join(one.description for one in self.inputs)
-
-    def __iter__(self) -> Iterator[Document]:
-        """Read all. Raises `DataError` at a document that cannot be used, unless it was asked to skip these."""
-        self.skipped = []
-        for one in self.inputs:
-            for block in one.blocks(BLOCK_BYTES):
-                for entry in block.entries():
-                    if isinstance(entry, Document):
-                        yield entry
-                    elif self._skip_bad:
-                        self.skipped.append(entry)
-                    else:
-                        raise entry.error()
-
-
-def open_source(
-    names: Sequence[str], *, patterns: Sequence[str] = ("**/*.txt",), keys: RecordKeys | None = None, skip_bad: bool = False
-) -> DocumentSource:
-    """The documents of `names`, as `open_inputs` reads them."""
-    return DocumentSource(open_inputs(names, patterns=patterns, keys=keys), skip_bad=skip_bad)

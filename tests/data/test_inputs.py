@@ -8,7 +8,8 @@ import pickle
 import pytest
 
 from megatron_dmtd.data.documents import BadDocument, Document, RecordKeys
-from megatron_dmtd.data.inputs import BLOCK_BYTES, folder_input, open_inputs, open_source, stdlib_input
+from megatron_dmtd.data.inputs import BLOCK_BYTES, folder_input, stdlib_input
+from megatron_dmtd.data.sources import open_inputs, open_source
 from megatron_dmtd.errors import DataError
 
 LINES = [json.dumps({"text": f"line {i} é"}, ensure_ascii=False) for i in range(1, 60)]

@@ -11,10 +11,10 @@ import pytest
 
 from megatron_dmtd.data import merge as room
 from megatron_dmtd.data.documents import RecordKeys
-from megatron_dmtd.data.inputs import open_inputs
 from megatron_dmtd.data.manifest import dump_manifest, manifest_path, read_manifest
 from megatron_dmtd.data.merge import merge
 from megatron_dmtd.data.preprocess import PreprocessOptions, preprocess
+from megatron_dmtd.data.sources import open_inputs
 from megatron_dmtd.data.token_file import TokenFile
 from megatron_dmtd.errors import DataError
 from tests.support.tokenizers import chat_tokenizer

@@ -18,10 +18,11 @@ import pytest
 
 from megatron_dmtd.data.dataset import PackedDataset
 from megatron_dmtd.data.documents import RecordKeys
-from megatron_dmtd.data.inputs import LinesInput, open_inputs
+from megatron_dmtd.data.inputs import LinesInput
 from megatron_dmtd.data.manifest import read_manifest
 from megatron_dmtd.data.output import PartialOutput
 from megatron_dmtd.data.preprocess import PreprocessOptions, preprocess
+from megatron_dmtd.data.sources import open_inputs
 from megatron_dmtd.data.tokenizer import load_tokenizer, tokenizer_sha256
 from megatron_dmtd.errors import DataError
 from tests.support.tokenizers import chat_tokenizer

@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from megatron_dmtd.data.documents import BadDocument, Document, RecordKeys
-from megatron_dmtd.data.inputs import open_inputs
+from megatron_dmtd.data.sources import open_inputs
 from megatron_dmtd.errors import DataError
 
 TEXTS = [f"row {i} é" for i in range(1, 701)]

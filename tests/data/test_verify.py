@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from megatron_dmtd.data.documents import RecordKeys
-from megatron_dmtd.data.inputs import open_inputs
 from megatron_dmtd.data.manifest import dump_manifest, read_manifest
 from megatron_dmtd.data.preprocess import PreprocessOptions, preprocess
+from megatron_dmtd.data.sources import open_inputs
 from megatron_dmtd.data.tokenizer import load_tokenizer, train_bpe
 from megatron_dmtd.data.verify import inspect, verify
 from megatron_dmtd.errors import DataError

@@ -66,8 +66,8 @@ def plain_loop(source: str, tokenizer_dir: str, prefix: str, *, num_workers: int
 
 def ours(source: str, tokenizer_dir: str, prefix: str, *, num_workers: int) -> float:
     """Our own run; returns the seconds from the choice of the encoder, when the work begins, to the finished files."""
-    from megatron_dmtd.data.inputs import open_inputs
     from megatron_dmtd.data.preprocess import PreprocessOptions, preprocess
+    from megatron_dmtd.data.sources import open_inputs
 
     began: list[float] = []
     options = PreprocessOptions(tokenizer_dir=tokenizer_dir, output_prefix=prefix, num_workers=num_workers, overwrite=True)
@@ -79,7 +79,8 @@ def worker_rates(source: str, tokenizer_dir: str) -> dict[str, float]:
     """Tokens per CPU second of one worker of each kind, lines parsed, ids compared: a figure that other work hardly changes."""
     from megatron_dmtd.data.encoding import BlockEncoder, EncodingJob
     from megatron_dmtd.data.fast_encoder import fast_model
-    from megatron_dmtd.data.inputs import BLOCK_BYTES, open_inputs
+    from megatron_dmtd.data.inputs import BLOCK_BYTES
+    from megatron_dmtd.data.sources import open_inputs
     from megatron_dmtd.data.tokenizer import control_ids, encoder_json, load_tokenizer, vocabulary_size
 
     tokenizer = load_tokenizer(tokenizer_dir)
