@@ -12,15 +12,15 @@ A single prompt with one sample is streamed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_dmtd.errors import DataError, DMTDError
-from megatron_dmtd.inference import Completion, Engine, EngineConfig, Event, SamplingParams
-from megatron_dmtd.inference.text import OutputText, encode, load_tokenizer
+from megatron_dmtd.inference import Completion, Engine, EngineConfig, SamplingParams
+from megatron_dmtd.inference.text import encode, load_tokenizer
 from megatron_dmtd.infra.console import silence_stdout
 
 #: the sampling options: name, type, what it does
@@ -103,24 +103,14 @@ def sampling_params(options: argparse.Namespace) -> SamplingParams:
         presence_penalty=options.presence_penalty,
         frequency_penalty=options.frequency_penalty,
         stop=tuple(options.stop),
+        detokenize=True,
     )
 
 
-def streamed_text(events: Iterable[Event], tokenizer: Any, ids: list[int], params: SamplingParams) -> Iterator[str]:
-    """Pieces of the output's text, as soon as they are final."""
-    text = OutputText(tokenizer, ids, params.stop)
-    for event in events:
-        if piece := text.add(event.token_id, is_last=event.completion is not None):
-            yield piece
-
-
-def print_completion(tokenizer: Any, prompt: str, completion: Completion) -> None:
+def print_completion(prompt: str, completion: Completion) -> None:
     """One finished output, under its prompt."""
-    text = completion.text
-    if text is None:
-        text = tokenizer.decode(list(completion.token_ids), skip_special_tokens=True)
     print(f"--- {prompt!r}, sample {completion.sample}, {completion.finish_reason}")
-    print(completion.refusal if completion.refusal is not None else text)
+    print(completion.text if completion.refusal is None else completion.refusal)
 
 
 def print_stats(engine: Engine, seconds: float) -> None:
@@ -156,33 +146,32 @@ def run(options: argparse.Namespace) -> int:
     start = time.perf_counter()
     try:
         if len(prompts) == 1 and params.n == 1 and not options.no_stream:
-            return stream(engine, tokenizer, prompts[0], ids[0], options.max_new_tokens, params)
-        return complete(engine, tokenizer, prompts, ids, options.max_new_tokens, params)
+            return stream(engine, prompts[0], ids[0], options.max_new_tokens, params)
+        return complete(engine, prompts, ids, options.max_new_tokens, params)
     finally:
         if options.stats:
             print_stats(engine, time.perf_counter() - start)
 
 
-def stream(engine: Engine, tokenizer: Any, prompt: str, ids: list[int], max_new: int, params: SamplingParams) -> int:
+def stream(engine: Engine, prompt: str, ids: list[int], max_new: int, params: SamplingParams) -> int:
     """Print the prompt, and its output as it is decoded."""
     events = engine.stream(ids, max_new_tokens=max_new, params=params)
     print(prompt, end="", flush=True)
     try:
-        for piece in streamed_text(events, tokenizer, ids, params):
-            print(piece, end="", flush=True)
+        for event in events:
+            print(event.text, end="", flush=True)
     finally:
         print()
     return 0
 
 
-def complete(
-    engine: Engine, tokenizer: Any, prompts: list[str], ids: list[list[int]], max_new: int, params: SamplingParams
-) -> int:
+def complete(engine: Engine, prompts: list[str], ids: list[list[int]], max_new: int, params: SamplingParams) -> int:
     """Print each prompt with its finished outputs. Returns 1 if one was refused."""
     completions = engine.generate(ids, max_new_tokens=max_new, params=params)
-    by_ids = {tuple(own): prompt for prompt, own in zip(prompts, ids)}
-    for completion in completions:
-        print_completion(tokenizer, by_ids[completion.prompt_ids], completion)
+    by_prompt = itertools.groupby(completions, key=lambda completion: completion.request_id)
+    for prompt, (_, own) in zip(prompts, by_prompt, strict=True):
+        for completion in own:
+            print_completion(prompt, completion)
     return int(any(completion.refusal is not None for completion in completions))
 
 

@@ -12,9 +12,15 @@ def append(request: Request, choice: Choice) -> FinishReason | None:
     request.sequence.tokens.append(choice.token_id)
     if request.params.logprobs is not None:
         request.logprobs.append(choice)
-    if choice.token_id in request.stop_ids or (request.stop_strings and request.stop_strings.ends(request.output)):
-        return "stop"
-    return "length" if request.num_output == request.max_new_tokens else None
+    text = request.text
+    if text is not None:
+        text.add(choice.token_id)
+    is_full = request.num_output == request.max_new_tokens
+    is_stopped = choice.token_id in request.stop_ids or (text is not None and text.found_stop)
+    if text is not None and (is_full or is_stopped):
+        text.finish()  # may complete a stop string
+        is_stopped = is_stopped or text.found_stop
+    return "stop" if is_stopped else "length" if is_full else None
 
 
 def completed(request: Request, reason: FinishReason) -> Completion:
@@ -26,7 +32,7 @@ def completed(request: Request, reason: FinishReason) -> Completion:
         prompt_ids=tuple(request.sequence.tokens[: request.prompt_length]),
         token_ids=output,
         finish_reason=reason,
-        text=request.stop_strings.text(output) if request.stop_strings else None,
+        text=None if request.text is None else request.text.finish(),
         logprobs=tuple(request.logprobs),
         prompt_logprobs=tuple(request.prompt_logprobs),
     )

@@ -24,6 +24,7 @@ from megatron_dmtd.inference.admission import check_length_cap, check_params, ch
 from megatron_dmtd.inference.assembly import make_pools, native_refusal, step_mode
 from megatron_dmtd.inference.completion import refused
 from megatron_dmtd.inference.config import EngineConfig, checked_config, device_of, dtype_of, matrix_dtype_of
+from megatron_dmtd.inference.detokenizer import Detokenizer, TokenDecoder
 from megatron_dmtd.inference.kv.prefix import PrefixIndex
 from megatron_dmtd.inference.requests import Completion, Event, Request
 from megatron_dmtd.inference.runner import Runner, num_scratch_pages
@@ -31,7 +32,7 @@ from megatron_dmtd.inference.sampler import SamplingParams
 from megatron_dmtd.inference.scheduler import Scheduler, Sequence
 from megatron_dmtd.inference.stats import Stats
 from megatron_dmtd.inference.steps import StepLoop
-from megatron_dmtd.inference.text import StopStrings, load_tokenizer
+from megatron_dmtd.inference.text import load_tokenizer
 from megatron_dmtd.inference.weights import ModelWeights, load_model
 
 
@@ -104,6 +105,11 @@ class Engine:
         """The model's tokenizer. Raises `CheckpointError` if it has none."""
         return load_tokenizer(self.model.directory)
 
+    @cached_property
+    def token_decoder(self) -> TokenDecoder:
+        """From ids to text. Raises as `tokenizer`."""
+        return TokenDecoder(self.tokenizer)
+
     # Requests that come and go.
 
     def submit(self, prompt_ids: Ids[int], *, max_new_tokens: int, params: SamplingParams = SamplingParams()) -> int:  # noqa: B008
@@ -117,10 +123,10 @@ class Engine:
         check_length_cap(max_new_tokens, params)
         prompt = self.check_prompt(prompt_ids, max_new_tokens)
         stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self.model.stop_token_ids)))
-        tokenizer = self.tokenizer if params.stop else None
+        decoder = self.token_decoder if params.stop or params.detokenize else None
         request_id = self._take_id()
-        for sample in range(params.n):
-            request = Request(
+        requests = [
+            Request(
                 request_id=request_id,
                 sample=sample,
                 prompt_length=len(prompt),
@@ -128,8 +134,11 @@ class Engine:
                 params=params,
                 sequence=Sequence(tokens=list(prompt), reuses_prefix=params.prompt_logprobs is None or sample > 0),
                 stop_ids=stop_ids,
-                stop_strings=StopStrings(tokenizer, params.stop) if tokenizer is not None else None,
+                text=Detokenizer(decoder, prompt, params.stop) if decoder is not None else None,
             )
+            for sample in range(params.n)
+        ]
+        for request in requests:
             self._loop.add(request)
         return request_id
 

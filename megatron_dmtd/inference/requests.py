@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_dmtd.errors import DMTDError
+from megatron_dmtd.inference.detokenizer import Detokenizer
 from megatron_dmtd.inference.sampler import Choice, SamplingParams
 from megatron_dmtd.inference.scheduler import Sequence
-from megatron_dmtd.inference.text import StopStrings
 
 FinishReason = Literal["stop", "length", "cancelled", "refused"]
 
@@ -25,7 +25,7 @@ class Completion:
     """The output; a stop token that ended it is its last one."""
     finish_reason: FinishReason
     text: str | None = None
-    """The output's text, without the stop string, if stop strings were asked for."""
+    """The output's text, without the stop string, if text or stop strings were asked for."""
     logprobs: tuple[Choice, ...] = ()
     """One per token of the output, if asked for."""
     prompt_logprobs: tuple[Choice, ...] = ()
@@ -45,7 +45,8 @@ class Request:
     params: SamplingParams
     sequence: Sequence
     stop_ids: frozenset[int]
-    stop_strings: StopStrings | None
+    text: Detokenizer | None
+    """Of the output, if it is asked for."""
     logprobs: list[Choice] = field(default_factory=list)
     prompt_logprobs: list[Choice] = field(default_factory=list)
 
@@ -74,6 +75,10 @@ class Event:
     choice: Choice | None
     """None if no token was asked for."""
     completion: Completion | None
+    text: str = ""
+    """The output's text that has become certain with it, if text was asked for; all pieces together are the completion's text."""
+    text_offset: int = 0
+    """Characters of the output's text before the token."""
 
     @property
     def token_id(self) -> int:

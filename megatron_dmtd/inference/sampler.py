@@ -54,7 +54,9 @@ class SamplingParams:
     ignore_eos: bool = False
     """Do not end at the model's own stop tokens."""
     stop: tuple[str, ...] = ()
-    """End as soon as the output's text holds any of these; the text ends before it."""
+    """End as soon as the output's text holds any of these; the text ends before it. One may be, or name, a special token."""
+    detokenize: bool = False
+    """Also give the output's text, whole and piece by piece; stop strings imply it."""
 
     def check(self, vocab_size: int) -> None:
         """Accept the values, or raise `ConfigError` naming the first that is impossible."""
@@ -124,6 +126,7 @@ _TYPES: tuple[tuple[str, Callable[[object], bool], str], ...] = (
         (name, lambda value: value is None or _is_integer(value), "an integer or None")
         for name in ("logprobs", "prompt_logprobs")
     ),
+    *((name, lambda value: isinstance(value, bool), "True or False") for name in ("ignore_eos", "detokenize")),
     *((name, _is_number, "a number") for name in ("temperature", "top_p", "min_p", "repetition_penalty")),
     *((name, _is_number, "a number") for name in ("presence_penalty", "frequency_penalty")),
     ("logit_bias", _is_bias, "numbers by token id"),

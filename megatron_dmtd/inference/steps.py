@@ -93,9 +93,12 @@ class StepLoop:
     def _advance(self, request: Request, choice: Choice) -> Event:
         """Give a request its token, and finish the request if it ends with it."""
         self.stats.num_new_tokens += 1
+        text = request.text
+        offset = 0 if text is None else text.num_characters
         reason = append(request, choice)
         completion = self._finish(request, reason) if reason else None
-        return Event(request.request_id, request.sample, choice, completion)
+        piece = "" if text is None else text.take()
+        return Event(request.request_id, request.sample, choice, completion, piece, offset)
 
     def _finish(self, request: Request, reason: FinishReason) -> Completion:
         self.stats.num_preemptions += request.sequence.num_preemptions

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_dmtd.inference import Event
+from megatron_dmtd.inference.detokenizer import Detokenizer, TokenDecoder
 from megatron_dmtd.inference.sampler import Choice
-from megatron_dmtd.inference.text import OutputText
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,7 @@ class Piece:
 class Sample:
     """One output as it grows."""
 
-    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
-        self._text = OutputText(tokenizer, prompt_ids, stop)
+    def __init__(self) -> None:
         self._held_back: list[Token] = []
         self.num_tokens = 0
         self.prompt_logprobs: Sequence[Choice] = ()
@@ -48,12 +47,11 @@ class Sample:
         if event.choice is None:
             return Piece(text="", tokens=(), finish_reason="length")
         self.num_tokens += 1
-        self._held_back.append(Token(event.choice, self._text.num_characters))
-        text = self._text.add(event.token_id, is_last=event.completion is not None)
-        if not text and event.completion is None:
+        self._held_back.append(Token(event.choice, event.text_offset))
+        if not event.text and event.completion is None:
             return None
         tokens, self._held_back = tuple(self._held_back), []
-        return Piece(text=text, tokens=tokens, finish_reason=event.completion.finish_reason if event.completion else None)
+        return Piece(text=event.text, tokens=tokens, finish_reason=event.completion.finish_reason if event.completion else None)
 
 
 def _finite(logprob: float | None) -> float | None:
@@ -61,14 +59,14 @@ def _finite(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, -9999.0)
 
 
-def echoed(tokenizer: Any, prompt: str | None, prompt_ids: Sequence[int], choices: Sequence[Choice]) -> Piece:
+def echoed(decoder: TokenDecoder, prompt: str | None, prompt_ids: Sequence[int], choices: Sequence[Choice]) -> Piece:
     """A prompt, to be given back before its output. `prompt`: its text, None where it came as ids. `choices`: of `Completion`."""
-    text, tokens = OutputText(tokenizer, (), ()), []
+    text, tokens = Detokenizer(decoder), []
     for index, token_id in enumerate(prompt_ids):
         choice = choices[index - 1] if index and choices else Choice(token_id)
         tokens.append(Token(choice, text.num_characters))
-        text.add(token_id, is_last=index == len(prompt_ids) - 1)
-    return Piece(text=text.whole if prompt is None else prompt, tokens=tuple(tokens), finish_reason=None)
+        text.add(token_id)
+    return Piece(text=text.finish() if prompt is None else prompt, tokens=tuple(tokens), finish_reason=None)
 
 
 def after(first: Piece, second: Piece) -> Piece:

@@ -281,7 +281,7 @@ class _Job:
     def _echo(self, index: int) -> Piece:
         number = index // self._params.n
         prompt, first_sample = self._prompts[number], self._samples[number * self._params.n]
-        return echoed(self._service.tokenizer, prompt.text, prompt.ids, first_sample.prompt_logprobs)
+        return echoed(self._service.worker.engine.token_decoder, prompt.text, prompt.ids, first_sample.prompt_logprobs)
 
     async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """New text of all samples as it comes, with the sample's number in the answer."""
@@ -307,7 +307,7 @@ class _Job:
             async for event in stream:
                 index = number * self._params.n + event.sample
                 if index not in self._samples:
-                    self._samples[index] = Sample(self._service.tokenizer, stream.prompt_ids, self._params.stop)
+                    self._samples[index] = Sample()
                 self._note_first_token()
                 if (piece := self._samples[index].add(event)) is not None:
                     found.put_nowait((index, piece))

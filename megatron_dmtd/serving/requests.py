@@ -119,6 +119,7 @@ class GenerationRequest(BaseModel):
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             stop=tuple(stop or ()),
+            detokenize=True,
         )
 
 

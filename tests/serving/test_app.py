@@ -10,7 +10,8 @@ import openai
 import pytest
 
 from megatron_dmtd.inference import Engine, SamplingParams, score
-from megatron_dmtd.inference.text import OutputText, load_tokenizer
+from megatron_dmtd.inference.detokenizer import Detokenizer, TokenDecoder
+from megatron_dmtd.inference.text import load_tokenizer
 from tests.serving.conftest import VARIED, serving
 
 PROMPTS = ["ab", "x", "the quick brown fox", "é", "0123456789" * 5, "def f():"]
@@ -28,8 +29,10 @@ def from_engine(folder, prompt: str, length: int, **params) -> list[int]:
 
 def as_text(folder, prompt: str, token_ids: list[int]) -> str:
     tokenizer = load_tokenizer(folder)
-    text = OutputText(tokenizer, tokenizer(prompt)["input_ids"], ())
-    return "".join(text.add(token, is_last=index == len(token_ids) - 1) for index, token in enumerate(token_ids))
+    text = Detokenizer(TokenDecoder(tokenizer), tokenizer(prompt)["input_ids"])
+    for token_id in token_ids:
+        text.add(token_id)
+    return text.finish()
 
 
 @pytest.fixture(scope="module")
