@@ -185,6 +185,8 @@ class OptimizerConfig:
 class TrainingConfig:
     """The loop."""
 
+    objective: str = "next_token"
+    """What is minimised: `next_token`, the cross-entropy of each next token of packed corpora."""
     steps: int = 1000
     """Optimizer steps of the whole run."""
     micro_batch_size: int = 1

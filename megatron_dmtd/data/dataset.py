@@ -57,6 +57,16 @@ class Row:
 class RowSource(Protocol):
     """Rows by number, without end."""
 
+    @property
+    def rows_per_epoch(self) -> int:
+        """Rows after which all have been seen once; 0 for a source without epochs."""
+        ...
+
+    @property
+    def targets_per_epoch(self) -> int:
+        """Slots of an epoch with a token to predict; 0 for a source without epochs."""
+        ...
+
     def __getitem__(self, index: int) -> Row:
         """Row `index`, counted over all epochs."""
         ...

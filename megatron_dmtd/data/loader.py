@@ -42,7 +42,8 @@ def batches(
     data_parallel_rank: int,
     data_parallel_size: int,
     end_row: int | None = None,
-) -> Iterator[Batch]:
+    make_batch: Callable[[Sequence[Any]], Any] = collate,
+) -> Iterator[Any]:
     """The rank's microbatches of the global batches from row `first_row` on; that at row i has `rows_of_batch(i)` rows, its G.
 
     Each global batch gives every rank the same number of microbatches, `G / (micro_batch_size * data_parallel_size)`. In each,
@@ -50,6 +51,7 @@ def batches(
 
     Without `end_row` the batches never end: epochs roll over. With it, the batches end at the row before it, and rows without a
     target complete the last global batch, so that all ranks still take equally many steps (a pass over a held-out corpus).
+    `make_batch` makes a microbatch of its rows.
     """
     rows_of_all = micro_batch_size * data_parallel_size
     assert micro_batch_size > 0, micro_batch_size
@@ -63,29 +65,29 @@ def batches(
         )
         return size
 
-    def generate() -> Iterator[Batch]:
+    def generate() -> Iterator[Any]:
         batch_begin = first_row
         while end_row is None or batch_begin < end_row:
             batch_end = batch_begin + size_at(batch_begin)
             for microbatch_begin in range(batch_begin, batch_end, rows_of_all):
                 begin = microbatch_begin + data_parallel_rank * micro_batch_size
                 indices = range(begin, begin + micro_batch_size)
-                yield collate([dataset[i] if end_row is None or i < end_row else dataset.padding_row() for i in indices])
+                yield make_batch([dataset[i] if end_row is None or i < end_row else dataset.padding_row() for i in indices])
             batch_begin = batch_end
 
     size_at(first_row)  # now, not when the first batch is asked for
     return generate()
 
 
-def prefetched(iterator: Iterator[Batch], *, depth: int) -> Iterator[Batch]:
+def prefetched(iterator: Iterator[Any], *, depth: int) -> Iterator[Any]:
     """The batches of `iterator`, up to `depth` of them read ahead by a thread, so that a slow disk is waited for only when it is
     slower than training for that long. 0 reads without a thread. What reading raises is raised where its batch is asked for.
     """
     return iterator if depth == 0 else _read_ahead(iterator, depth)
 
 
-def _read_ahead(iterator: Iterator[Batch], depth: int) -> Iterator[Batch]:
-    ready: queue.Queue[tuple[Batch | None, BaseException | None]] = queue.Queue(depth)
+def _read_ahead(iterator: Iterator[Any], depth: int) -> Iterator[Any]:
+    ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(depth)
     stopped = threading.Event()
 
     def put(item: Any) -> None:

@@ -1,34 +1,23 @@
 """The training loop: steps, evaluations, checkpoints and log lines, from one validated configuration.
 
-`prepare` does everything that may refuse; `Trainer` then only works. Every rank runs the same code and comes to every decision
+`start.py` does everything that may refuse; `Trainer` then only works. Every rank runs the same code and comes to every decision
 together with the others: `docs/fault_tolerance.md` says what happens on signals, bad numbers, stalls and full disks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-from megatron.core import parallel_state
-
-from megatron_dmtd.config import Config, batch_size, to_dict, validate
-from megatron_dmtd.data.batch import Batch
-from megatron_dmtd.data.blending import BlendedDataset
-from megatron_dmtd.data.dataset import PackedDataset, RowSource
-from megatron_dmtd.data.loader import batches, prefetched
-from megatron_dmtd.data.tokenizer import check_mask
-from megatron_dmtd.data.verify import check_tokenizer
+from megatron_dmtd.config import Config, to_dict
+from megatron_dmtd.data.dataset import RowSource
 from megatron_dmtd.errors import CheckpointError, ConfigError, DMTDError
-from megatron_dmtd.parallel.groups import init_parallel, rank_of_environment, world_size_of_environment
+from megatron_dmtd.parallel.groups import rank_of_environment, world_size_of_environment
 from megatron_dmtd.platform import Platform
 from megatron_dmtd.training.checkpoints import paths
-from megatron_dmtd.training.checkpoints.checkpoint import load_checkpoint, load_weights
-from megatron_dmtd.training.checkpoints.compatibility import check_resumable, check_weights, differences, saved_config
-from megatron_dmtd.training.checkpoints.run_lock import LEASE_S, locked
+from megatron_dmtd.training.checkpoints.compatibility import differences, saved_config
 from megatron_dmtd.training.checkpoints.saving import Saver
 from megatron_dmtd.training.health import non_finite
 from megatron_dmtd.training.health.consensus import any_rank, raise_together, told_by_first
@@ -36,147 +25,25 @@ from megatron_dmtd.training.health.signals import StopRequested, StopSignals
 from megatron_dmtd.training.health.throughput import Pace, peak_tflops
 from megatron_dmtd.training.health.watchdog import Watchdog, watched
 from megatron_dmtd.training.log import METRICS_FILE, RunLog, read_metrics
-from megatron_dmtd.training.metrics import PhaseLoss
+from megatron_dmtd.training.objectives import LossSums
 from megatron_dmtd.training.progress import Progress
-from megatron_dmtd.training.setup import build_run
+from megatron_dmtd.training.rows import OpenSources, microbatches, open_corpora
+from megatron_dmtd.training.start import build, check, join, locked_folders, resume_directory
 from megatron_dmtd.training.state import RunState
 from megatron_dmtd.training.step import StepResult, advance, evaluate, train_step
 
 
-def _dataset(config: Config, prefixes: tuple[str, ...], *, shuffled: bool) -> PackedDataset:
-    data = config.data
-    if data.tokenizer:
-        for prefix in prefixes:
-            check_tokenizer(prefix, data.tokenizer)
-    return PackedDataset(
-        prefixes,
-        seq_length=data.seq_length,
-        cycle_length=config.cycle.cycle_length,
-        pad_token_id=data.pad_token_id,
-        shuffle_seed=data.shuffle_seed if shuffled else None,
-        vocab_size=config.model.vocab_size,
-        mask_token_id=None if config.cycle.is_vanilla else config.cycle.mask_token_id,
-        packing=data.packing,
-        cache_dir=data.cache_dir or os.path.join(os.path.dirname("".join(prefixes[:1])), "index-cache"),
-    )
-
-
-def _training_rows(config: Config) -> PackedDataset | BlendedDataset:
-    """The training corpora as one, or blended by weight."""
-    data = config.data
-    if not data.train_weights:
-        return _dataset(config, data.train, shuffled=True)
-    corpora = [_dataset(config, (prefix,), shuffled=True) for prefix in data.train]
-    return BlendedDataset(corpora, data.train_weights, seed=data.shuffle_seed)
-
-
-def _iterator(run: RunState, dataset: RowSource, *, first_row: int, end_row: int | None = None) -> Iterator[Batch]:
-    """Microbatches of training, or, up to `end_row`, of an evaluation: batches that grow only grow in training."""
-    training = run.config.training
-    rows = batches(
-        dataset,
-        first_row=first_row,
-        rows_of_batch=functools.partial(batch_size, training) if end_row is None else lambda _: training.global_batch_size,
-        micro_batch_size=training.micro_batch_size,
-        data_parallel_rank=parallel_state.get_data_parallel_rank(),
-        data_parallel_size=parallel_state.get_data_parallel_world_size(),
-        end_row=end_row,
-    )
-    return prefetched(rows, depth=run.config.data.prefetch_batches)
-
-
-def resume_directory(config: Config) -> Path | None:
-    """The checkpoint that a run with this configuration goes on from; None for a new run.
-
-    Raises `CheckpointError` if `latest` names one that is not whole, `ConfigError` if a new run would write among another's.
-    """
-    if not config.checkpoint.dir:
-        return None
-    root = Path(config.checkpoint.dir)
-    if config.checkpoint.resume:
-        latest = paths.latest_directory(root)
-        if latest is not None or not paths.step_directories(root):
-            return latest
-    elif not paths.step_directories(root):
-        return None
-    raise ConfigError(
-        found=f"{root} holds the checkpoints of a run, "
-        + ("and no `latest` file" if config.checkpoint.resume else "checkpoint.resume is false"),
-        required="a folder without checkpoints for a new run, or one whose `latest` names the checkpoint to go on from",
-        remedy="choose another checkpoint.dir, or set checkpoint.resume and write the name of a checkpoint into `latest`",
-    )
-
-
-def check(config: Config, *, world_size: int) -> None:
-    """Refuse, before any process group or weight exists, whatever cannot run: settings, corpora, checkpoints."""
-    validate(config, world_size=world_size)
-    _training_rows(config)
-    if config.data.tokenizer and not config.cycle.is_vanilla:
-        check_mask(config.data.tokenizer, config.cycle.mask_token_id)
-    if config.data.valid:
-        _dataset(config, config.data.valid, shuffled=True)
-    if (directory := resume_directory(config)) is not None:
-        check_resumable(config, directory)
-    elif config.checkpoint.init_from:
-        check_weights(config, paths.find_step_directory(config.checkpoint.init_from))
-
-
-def prepare(config: Config, platform: Platform) -> RunState:
-    """A run ready for its next step: built, and restored from its newest checkpoint or from `init_from`."""
-    watchdog = Watchdog(limit_s=0, rank=0, world_size=1)
-    _join(config, platform, watchdog)
-    return _build(config, platform, watchdog)[0]
-
-
-def _beat_before_training(config: Config, watchdog: Watchdog, phase: str) -> None:
-    # What comes before the first step takes as long as it takes to read; collectives have their own limit.
-    watchdog.beat(phase, step=0, allowed_s=config.parallel.timeout_s)
-
-
-def _join(config: Config, platform: Platform, watchdog: Watchdog) -> None:
-    _beat_before_training(config, watchdog, "joining the other ranks")
-    init_parallel(config, platform)
-    watchdog.connect()
-
-
-@contextlib.contextmanager
-def _own_folders(config: Config, watchdog: Watchdog) -> Iterator[None]:
-    """Rank 0 holds the run's folders. Raises on every rank, before anything in them is touched, if another job has one."""
-    _beat_before_training(config, watchdog, "locking the run's folders")
-    folders = {Path(folder).absolute() for folder in (config.checkpoint.dir, config.logging.dir) if folder}
-    error = None
-    with contextlib.ExitStack() as held:
-        try:
-            for folder in sorted(folders) if rank_of_environment() == 0 else []:
-                held.enter_context(locked(folder, lease_s=min(LEASE_S, config.parallel.timeout_s / 2)))
-        except DMTDError as refused:
-            error = refused
-        raise_together(error)
-        yield
-
-
-def _build(config: Config, platform: Platform, watchdog: Watchdog) -> tuple[RunState, Progress]:
-    _beat_before_training(config, watchdog, "building the model")
-    run = build_run(config, platform)
-    progress = Progress.new(cycle_length=config.cycle.cycle_length, device=platform.device)
-    _beat_before_training(config, watchdog, "loading a checkpoint")
-    if (directory := resume_directory(config)) is not None:
-        progress = load_checkpoint(run, directory)
-    elif config.checkpoint.init_from:
-        load_weights(run, config.checkpoint.init_from)
-    return run, progress
-
-
-def _evaluate(run: RunState, dataset: PackedDataset, before_batch: Callable[[], None] = lambda: None) -> PhaseLoss:
-    """Loss on the first `eval_batches` global batches of the held-out corpus, or on all of it; no row counts twice."""
-    whole = math.ceil(dataset.rows_per_epoch / run.config.training.global_batch_size)
-    num_batches = min(run.config.training.eval_batches or whole, whole)
-    iterator = _iterator(run, dataset, first_row=0, end_row=dataset.rows_per_epoch)
-    return evaluate(run, iterator, num_batches=num_batches, before_batch=before_batch)
-
-
 def _due(step: int, interval: int, last: int) -> bool:
     return step == last or (interval > 0 and step % interval == 0)
+
+
+def held_out_loss(run: RunState, rows: RowSource, before_batch: Callable[[], None] = lambda: None) -> LossSums:
+    """Over the first `eval_batches` global batches of the held-out rows, or all of them; no row counts twice."""
+    training = run.config.training
+    whole = math.ceil(rows.rows_per_epoch / training.global_batch_size)
+    num_batches = min(training.eval_batches or whole, whole)
+    iterator = microbatches(run, rows, first_row=0, end_row=rows.rows_per_epoch)
+    return evaluate(run, iterator, num_batches=num_batches, before_batch=before_batch)
 
 
 class _EvaluationCutShort(Exception):
@@ -187,10 +54,19 @@ class Trainer:
     """One rank of a run at work. Every rank calls the same methods at the same time."""
 
     def __init__(
-        self, run: RunState, progress: Progress, log: RunLog, pace: Pace, *, signals: StopSignals, watchdog: Watchdog
+        self,
+        run: RunState,
+        progress: Progress,
+        log: RunLog,
+        pace: Pace,
+        *,
+        open_sources: OpenSources,
+        signals: StopSignals,
+        watchdog: Watchdog,
     ) -> None:
         self.run, self.progress, self.log = run, progress, log
         self.signals, self.watchdog = signals, watchdog
+        self._open_sources = open_sources
         folder = run.config.checkpoint.dir
         self.saver = Saver(run, folder, on_progress=self._beat_while_saving) if folder else None
         self.values: dict[str, float] = {}
@@ -222,9 +98,9 @@ class Trainer:
     def _open_data(self) -> None:
         config = self.run.config
         self._beat("building data indices", allowed_s=config.parallel.timeout_s)
-        dataset = _training_rows(config)
-        self._held_out = _dataset(config, config.data.valid, shuffled=True) if config.data.valid else None
-        corpus = [dataset.rows_per_epoch, dataset.targets_per_epoch]
+        sources = self._open_sources(config)
+        self._held_out = sources.valid
+        corpus = [sources.train.rows_per_epoch, sources.train.targets_per_epoch]
         if self.progress.corpus and self.progress.corpus != corpus:
             raise CheckpointError(
                 found=f"{self.progress.corpus[0]} rows and {self.progress.corpus[1]} targets per epoch when the checkpoint was "
@@ -233,7 +109,7 @@ class Trainer:
                 remedy="correct data.train, or start from the weights with checkpoint.init_from",
             )
         self.progress.corpus = corpus
-        iterator = _iterator(self.run, dataset, first_row=self.run.rows)
+        iterator = microbatches(self.run, sources.train, first_row=self.run.rows)
         self._batches = watched(iterator, self.watchdog, phase="step", step=lambda: self.run.step)
 
     def _beat(self, phase: str, *, allowed_s: float = 0.0) -> None:
@@ -275,7 +151,7 @@ class Trainer:
 
     def _note(self, result: StepResult) -> None:
         """Add a step's loss to what the next log line and the search for spikes go by."""
-        self.progress.since_log.merge(result.loss)
+        self.progress.since_log.sums.add_(result.loss.sums)
         loss = result.loss.values().get("loss", 0.0)
         deviations = self.run.config.logging.spike_deviations
         if (found := non_finite.spike(self.progress.recent_losses, loss, deviations=deviations)) is not None:
@@ -293,7 +169,7 @@ class Trainer:
                 rates["global_batch_size"] = result.num_rows
             self.values = self.progress.since_log.values() | rates
             self.log.log(step, self.values)
-            self.progress.since_log.reset()
+            self.progress.since_log.sums.zero_()
             self._pace.restart()
 
     def _evaluate(self) -> None:
@@ -303,7 +179,7 @@ class Trainer:
             self.progress.evaluation_due = False
             return
         try:
-            self.values = _evaluate(self.run, self._held_out, self._before_evaluation_batch).values(prefix="eval_")
+            self.values = held_out_loss(self.run, self._held_out, self._before_evaluation_batch).values(prefix="eval_")
         except _EvaluationCutShort:
             return
         self.log.log(self.run.step, self.values)
@@ -396,20 +272,22 @@ def _tell_differences(config: Config, log: RunLog) -> None:
         log.message(f"differs: {difference}")
 
 
-def run_training(config: Config, platform: Platform, signals: StopSignals | None = None) -> dict[str, float]:
-    """The whole job: check, prepare, train, close.
+def run_training(
+    config: Config, platform: Platform, signals: StopSignals | None = None, *, open_sources: OpenSources = open_corpora
+) -> dict[str, float]:
+    """The whole job: check, prepare, train, close. Rows are those of the configuration's corpora, or of `open_sources`.
 
     Raises `DMTDError`s for what the user can mend, and `StopRequested` after a save that a signal of `signals` asked for.
     """
     rank, world_size = rank_of_environment(), world_size_of_environment()
-    check(config, world_size=world_size)
+    check(config, world_size=world_size, open_sources=open_sources)
     watchdog = Watchdog(limit_s=config.training.watchdog_s, rank=rank, world_size=world_size)
     watchdog.start()
     with contextlib.ExitStack() as held:
         held.callback(watchdog.stop)
-        _join(config, platform, watchdog)
-        held.enter_context(_own_folders(config, watchdog))
-        run, progress = _build(config, platform, watchdog)
+        join(config, platform, watchdog)
+        held.enter_context(locked_folders(config, watchdog))
+        run, progress = build(config, platform, watchdog)
         log = held.enter_context(_open_log(config, resumed_step=run.step))
         log.message(f"{config.cycle.variant} on {platform.describe()}, {world_size} processes")
         if run.step:
@@ -419,7 +297,15 @@ def run_training(config: Config, platform: Platform, signals: StopSignals | None
         _tell_differences(config, log)
         log.make_up(progress.unlogged)
         progress.unlogged = []
-        trainer = Trainer(run, progress, log, _pace(run, log), signals=signals or StopSignals(), watchdog=watchdog)
+        trainer = Trainer(
+            run,
+            progress,
+            log,
+            _pace(run, log),
+            open_sources=open_sources,
+            signals=signals or StopSignals(),
+            watchdog=watchdog,
+        )
         if trainer.saver is not None:
             held.callback(trainer.saver.abandon)
         return trainer.train()

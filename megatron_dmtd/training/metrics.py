@@ -1,7 +1,7 @@
 """The loss of a step, whole and per phase of the cycle, from sums that can be added over microbatches, steps and ranks.
 
 A mean of means is wrong as soon as two microbatches or ranks hold different numbers of targets; so this module keeps sums of
-loss and counts of targets, and divides once, when asked for values. It does not communicate: the caller reduces `sums_2T`.
+loss and counts of targets, and divides once, when asked for values. It does not communicate: the caller adds up `sums`.
 
 Shape legend: B rows, N slots per row, T phases of the cycle (`cycle_length`).
 """
@@ -40,14 +40,10 @@ class PhaseLoss:
             self.sums_2T[0, index] += masked_loss_BN.where(in_phase_BN, 0.0).sum()
             self.sums_2T[1, index] += mask_BN.where(in_phase_BN, 0.0).sum()
 
-    def merge(self, other: PhaseLoss) -> None:
-        """Add another accumulator of the same cycle length."""
-        assert other.cycle_length == self.cycle_length, (other.cycle_length, self.cycle_length)
-        self.sums_2T += other.sums_2T.to(self.sums_2T.device)
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.sums_2T.zero_()
+    @property
+    def sums(self) -> torch.Tensor:
+        """`sums_2T`: what is added up over microbatches, ranks and steps."""
+        return self.sums_2T
 
     @property
     def num_targets(self) -> int:

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from megatron_dmtd.training.metrics import PhaseLoss
+from megatron_dmtd.training.objectives import LossSums, Objective
 
 
 @dataclass(kw_only=True, slots=True)
 class Progress:
     """The same on every rank."""
 
-    since_log: PhaseLoss
+    since_log: LossSums
     """Losses since the last log line."""
     recent_losses: list[float] = field(default_factory=list)
     """Losses of the last steps, oldest first: what a spike is measured against."""
@@ -32,14 +32,14 @@ class Progress:
     """Log lines up to this step that no disk took: the next attempt writes them."""
 
     @classmethod
-    def new(cls, *, cycle_length: int, device: torch.device | str = "cpu") -> Progress:
+    def new(cls, objective: Objective[Any], *, device: torch.device | str = "cpu") -> Progress:
         """The progress of a run that has not begun."""
-        return cls(since_log=PhaseLoss(cycle_length, device=device))
+        return cls(since_log=objective.new_sums(device=device))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
         return {
-            "since_log": self.since_log.sums_2T.tolist(),
+            "since_log": self.since_log.sums.tolist(),
             "recent_losses": list(self.recent_losses),
             "bad_steps": self.bad_steps,
             "evaluation_due": self.evaluation_due,
@@ -48,10 +48,10 @@ class Progress:
         }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], *, cycle_length: int, device: torch.device | str = "cpu") -> Progress:
+    def from_dict(cls, values: Mapping[str, Any], objective: Objective[Any], *, device: torch.device | str = "cpu") -> Progress:
         """The progress that `to_dict` described, bit for bit."""
-        progress = cls.new(cycle_length=cycle_length, device=device)
-        progress.since_log.sums_2T += torch.tensor(values["since_log"], dtype=torch.float64, device=device)
+        progress = cls.new(objective, device=device)
+        progress.since_log.sums.add_(torch.tensor(values["since_log"], dtype=torch.float64, device=device))
         progress.recent_losses = list(values["recent_losses"])
         progress.bad_steps = values["bad_steps"]
         progress.evaluation_due = values["evaluation_due"]

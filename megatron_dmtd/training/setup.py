@@ -19,6 +19,7 @@ from megatron_dmtd.models.model import CycleModel
 from megatron_dmtd.models.transformer_config import DTYPES, transformer_config
 from megatron_dmtd.parallel.placement import place
 from megatron_dmtd.platform import Platform
+from megatron_dmtd.training.objectives import make_objective
 from megatron_dmtd.training.state import RunState
 
 
@@ -115,7 +116,8 @@ def _connect_schedules(megatron_config: Any, wrapped: list[DistributedDataParall
 
 
 def build_run(config: Config, platform: Platform) -> RunState:
-    """Model, optimizer and scheduler of this rank. Call `init_parallel` first."""
+    """Objective, model, optimizer and scheduler of this rank. Call `init_parallel` first."""
+    objective = make_objective(config)
     if config.training.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=platform.is_cuda)
     models = build_models(config, platform)
@@ -129,6 +131,7 @@ def build_run(config: Config, platform: Platform) -> RunState:
         config=config,
         platform=platform,
         placement=models[0].placement,
+        objective=objective,
         models=models,
         wrapped=wrapped,
         optimizer=optimizer,

@@ -1,6 +1,7 @@
 """The state of a run, as one value: what steps change, checkpoints save and everything else reads.
 
-The lowest module of training: `setup.py` builds the value, the others take it, and it knows none of them.
+The lowest module of training: `setup.py` builds the value, the others take it, and it knows none of them. What the run minimises
+it knows by the protocol of objectives.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from megatron_dmtd.config import Config, batch_size
 from megatron_dmtd.models.model import CycleModel
 from megatron_dmtd.parallel.placement import Placement
 from megatron_dmtd.platform import Platform
+from megatron_dmtd.training.objectives.protocol import Objective
 
 
 @dataclass(kw_only=True, slots=True)
@@ -25,6 +27,7 @@ class RunState:
     config: Config
     platform: Platform
     placement: Placement
+    objective: Objective[Any]
     models: list[CycleModel]
     """This rank's stages, unwrapped: one, or several with virtual stages."""
     wrapped: list[DistributedDataParallel]

@@ -1,8 +1,6 @@
 """One optimizer step, and one evaluation, on Megatron's schedules.
 
-The loss of a step is the mean over all valid targets of the global batch, whichever ranks and microbatches hold them.
-
-Shape legend: B rows, N slots per row, T phases of the cycle.
+What the loss is, and of which rows, the run's objective says.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_dmtd.data.batch import Batch
-from megatron_dmtd.training.metrics import PhaseLoss
+from megatron_dmtd.training.objectives import LossSums, Microbatch
 from megatron_dmtd.training.state import RunState
 
 
@@ -28,9 +25,9 @@ from megatron_dmtd.training.state import RunState
 class StepResult:
     """What one step did."""
 
-    loss: PhaseLoss
+    loss: LossSums
     """Sums over the global batch; the same on every rank."""
-    local_losses: tuple[PhaseLoss, ...]
+    local_losses: tuple[LossSums, ...]
     """Sums of each microbatch of this rank, in order; empty on ranks that are not the last stage."""
     grad_norm: float
     """Norm of the whole gradient before clipping."""
@@ -42,40 +39,37 @@ class StepResult:
     """Whether the weights were updated. False where loss or gradient is not finite: then nothing at all has changed."""
 
 
-def _forward_step(run: RunState, iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+def _forward_step(run: RunState, iterator: Iterator[Microbatch], model: Any) -> tuple[torch.Tensor, Any]:
     batch = next(iterator).to(run.platform.device)
-    output = model(batch.tokens_BN, batch.positions_BN, batch.labels_BN, document_lengths=batch.document_lengths)
-    return output, functools.partial(_loss, batch, run.config.cycle.cycle_length)
+    return run.objective.forward(model, batch), functools.partial(_loss, run, batch)
 
 
-def _loss(batch: Batch, cycle_length: int, loss_BN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, PhaseLoss]:
-    """Sum of the loss, number of targets, and the sums per phase. Megatron divides the gradient by all targets of the step."""
-    phases = PhaseLoss(cycle_length, device=loss_BN.device)
-    phases.add(loss_BN=loss_BN.detach(), loss_mask_BN=batch.loss_mask_BN, positions_BN=batch.positions_BN)
-    loss_BN = loss_BN.float()
-    return (loss_BN * batch.loss_mask_BN).sum(), batch.loss_mask_BN.sum().to(torch.int), phases
+def _loss(run: RunState, batch: Microbatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, LossSums]:
+    """As Megatron's schedules take it. They divide the gradient by the counts of the whole step."""
+    found = run.objective.loss(batch, output)
+    return found.loss, found.count, found.sums
 
 
-def _all_ranks_sum(run: RunState, parts: list[PhaseLoss]) -> PhaseLoss:
+def _all_ranks_sum(run: RunState, parts: list[LossSums]) -> LossSums:
     """Sum the last stage's parts over data-parallel ranks and hand the sum to every stage."""
-    total = PhaseLoss(run.config.cycle.cycle_length, device=run.platform.device)
+    total = run.objective.new_sums(device=run.platform.device)
     for part in parts:
-        total.merge(part)
+        total.sums.add_(part.sums)
     if parallel_state.is_pipeline_last_stage():
-        torch.distributed.all_reduce(total.sums_2T, group=parallel_state.get_data_parallel_group())
+        torch.distributed.all_reduce(total.sums, group=parallel_state.get_data_parallel_group())
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         torch.distributed.broadcast(
-            total.sums_2T,
+            total.sums,
             src=parallel_state.get_pipeline_model_parallel_last_rank(),
             group=parallel_state.get_pipeline_model_parallel_group(),
         )
     return total
 
 
-def _run_schedule(run: RunState, iterator: Iterator[Batch], *, num_rows: int, forward_only: bool) -> list[PhaseLoss]:
+def _run_schedule(run: RunState, iterator: Iterator[Microbatch], *, num_rows: int, forward_only: bool) -> list[LossSums]:
     """The sums of each microbatch of a global batch of `num_rows` rows."""
     num_microbatches = run.num_microbatches(num_rows)
-    parts: list[PhaseLoss] = get_forward_backward_func()(
+    parts: list[LossSums] = get_forward_backward_func()(
         forward_step_func=functools.partial(_forward_step, run),
         # Each of this rank's stages sees every microbatch.
         data_iterator=list(itertools.tee(itertools.islice(iterator, num_microbatches), len(run.wrapped))),
@@ -97,7 +91,7 @@ def _update(optimizer: Any, *, grad_norm: float) -> None:
     optimizer.step_with_ready_grads()
 
 
-def train_step(run: RunState, iterator: Iterator[Batch]) -> StepResult:
+def train_step(run: RunState, iterator: Iterator[Microbatch]) -> StepResult:
     """Forward, backward, and one update; advances `run`. A step whose loss or gradient is not finite changes nothing."""
     for chunk in run.wrapped:
         chunk.zero_grad_buffer()
@@ -124,13 +118,13 @@ def advance(run: RunState) -> None:
 
 @torch.no_grad()
 def evaluate(
-    run: RunState, iterator: Iterator[Batch], *, num_batches: int, before_batch: Callable[[], None] = lambda: None
-) -> PhaseLoss:
+    run: RunState, iterator: Iterator[Microbatch], *, num_batches: int, before_batch: Callable[[], None] = lambda: None
+) -> LossSums:
     """Loss over `num_batches` global batches, in evaluation mode; the model is left in training mode.
 
     `before_batch` is called on every rank before each global batch, and may raise to break off.
     """
-    total = PhaseLoss(run.config.cycle.cycle_length, device=run.platform.device)
+    total = run.objective.new_sums(device=run.platform.device)
     overlap = run.config.parallel.overlap_param_gather
     for chunk in run.wrapped:
         if overlap:
@@ -140,7 +134,7 @@ def evaluate(
         for _ in range(num_batches):
             before_batch()
             parts = _run_schedule(run, iterator, num_rows=run.config.training.global_batch_size, forward_only=True)
-            total.merge(_all_ranks_sum(run, parts))
+            total.sums.add_(_all_ranks_sum(run, parts).sums)
     finally:
         for chunk in run.wrapped:
             chunk.train()

@@ -27,13 +27,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def train_and_save(config: Config, steps: int, target: str) -> int:
     """Resume, if there is something to resume from, train to `steps`, and save elsewhere. The first step; runs on each rank."""
     from megatron_dmtd.platform import prepare_megatron
-    from megatron_dmtd.training import loop
+    from megatron_dmtd.training import rows, start
     from megatron_dmtd.training.checkpoints.checkpoint import save_checkpoint
     from megatron_dmtd.training.step import train_step
 
-    run = loop.prepare(config, prepare_megatron())
+    run = start.prepare(config, prepare_megatron())
     first = run.step
-    iterator = loop._iterator(run, loop._dataset(config, config.data.train, shuffled=True), first_row=run.rows)
+    iterator = rows.microbatches(run, rows.open_corpus(config, config.data.train), first_row=run.rows)
     for _ in range(steps - first):
         train_step(run, iterator)
     save_checkpoint(run, target)

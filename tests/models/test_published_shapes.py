@@ -88,11 +88,11 @@ def test_the_published_architecture_has_exactly_the_tensors_that_an_import_asks_
 
 def three_steps(config: Config) -> list[float]:
     from megatron_dmtd.platform import prepare_megatron
-    from megatron_dmtd.training import loop
+    from megatron_dmtd.training import rows, start
     from megatron_dmtd.training.step import train_step
 
-    run = loop.prepare(config, prepare_megatron())
-    batches = loop._iterator(run, loop._dataset(config, config.data.train, shuffled=True), first_row=0)
+    run = start.prepare(config, prepare_megatron())
+    batches = rows.microbatches(run, rows.open_corpus(config, config.data.train), first_row=0)
     return [train_step(run, batches).loss.values()["loss"] for _ in range(3)]
 
 

@@ -18,20 +18,20 @@ from tests.support.tiny import VARIANTS, tiny_config, with_settings
 def megatron_run(config: Config) -> tuple[dict[str, torch.Tensor], list[Any], list[tuple[float, float, float]]]:
     """Initial weights by their own names, the batches of each step, and its loss, gradient norm and learning rate."""
     from megatron_dmtd.platform import prepare_megatron
-    from megatron_dmtd.training import loop
+    from megatron_dmtd.training import rows, start
     from megatron_dmtd.training.step import train_step
 
-    run = loop.prepare(config, prepare_megatron())
+    run = start.prepare(config, prepare_megatron())
     weights = {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
-    dataset = loop._dataset(config, config.data.train, shuffled=True)
+    dataset = rows.open_corpus(config, config.data.train)
     batches = list(
         zip(
             range(config.training.steps * run.num_microbatches(run.batch_size)),
-            loop._iterator(run, dataset, first_row=0),
+            rows.microbatches(run, dataset, first_row=0),
             strict=False,
         )
     )
-    iterator = loop._iterator(run, dataset, first_row=0)
+    iterator = rows.microbatches(run, dataset, first_row=0)
     results = [train_step(run, iterator) for _ in range(config.training.steps)]
     curve = [(result.loss.values()["loss"], result.grad_norm, result.lr) for result in results]
     return weights, [(b.tokens_BN, b.labels_BN, b.loss_mask_BN, b.positions_BN) for _, b in batches], curve

@@ -14,7 +14,8 @@ from megatron_dmtd.data.blending import BlendedDataset
 from megatron_dmtd.data.dataset import PackedDataset
 from megatron_dmtd.data.tokenizer import tokenizer_sha256, train_bpe
 from megatron_dmtd.errors import DataError
-from megatron_dmtd.training import loop
+from megatron_dmtd.training import start
+from megatron_dmtd.training.rows import open_corpora
 from tests.support.jobs import lines_of, run_job
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_config, with_settings, write_corpus
@@ -34,14 +35,14 @@ def _config(corpora: tuple[str, ...], **data: Any) -> Config:
 
 
 def test_the_settings_reach_the_rows(corpora: tuple[str, str], tmp_path: Path) -> None:
-    plain = loop._training_rows(_config(corpora))
+    plain = open_corpora(_config(corpora)).train
     assert isinstance(plain, PackedDataset)
-    fitted = loop._training_rows(_config(corpora, packing="best-fit", cache_dir=str(tmp_path / "elsewhere")))
+    fitted = open_corpora(_config(corpora, packing="best-fit", cache_dir=str(tmp_path / "elsewhere"))).train
     assert "0.00 % of the documents are cut" not in plain.report()
     assert len(list((tmp_path / "index-cache").glob("*/meta.json"))) == 1
     assert len(list((tmp_path / "elsewhere").glob("*/meta.json"))) == 1
     assert fitted.rows_per_epoch >= plain.rows_per_epoch
-    blended = loop._training_rows(_config(corpora, train_weights=(3.0, 1.0)))
+    blended = open_corpora(_config(corpora, train_weights=(3.0, 1.0))).train
     assert isinstance(blended, BlendedDataset)
     rows = [blended[index].tokens_N for index in range(40)]
     from_first = [row for row in rows if any(np.array_equal(row, blended.datasets[0][i].tokens_N) for i in range(30))]
@@ -54,12 +55,12 @@ def test_a_corpus_of_another_tokenizer_is_refused_before_training(corpora: tuple
     manifest |= {"eos_token_id": 0, "pad_token_id": 0, "mask_token_id": 99, "source": "", "split": "all", "heldout_fraction": 0.0}
     path = Path(corpora[0] + ".json")
     config = with_settings(_config(corpora, tokenizer=str(tmp_path / "tokenizer")), cycle={"variant": "vanilla"})
-    loop.check(config, world_size=1)  # no manifest: nothing can be told
+    start.check(config, world_size=1)  # no manifest: nothing can be told
     path.write_text(json.dumps({**manifest, "tokenizer_sha256": tokenizer_sha256(tmp_path / "tokenizer")}))
-    loop.check(config, world_size=1)
+    start.check(config, world_size=1)
     path.write_text(json.dumps({**manifest, "tokenizer_sha256": "ab"}))
     with pytest.raises(DataError, match="the tokenizer that made"):
-        loop.check(config, world_size=1)
+        start.check(config, world_size=1)
 
 
 def test_a_mask_that_is_an_ordinary_token_is_refused_before_training(corpora: tuple[str, str], tmp_path: Path) -> None:
@@ -67,10 +68,10 @@ def test_a_mask_that_is_an_ordinary_token_is_refused_before_training(corpora: tu
     config = _config(corpora, tokenizer=str(tmp_path / "tokenizer"))
     assert config.cycle.mask_token_id == 99
     with pytest.raises(DataError, match="mask_token_id = 99, the ordinary token"):
-        loop.check(config, world_size=1)
-    loop.check(with_settings(config, cycle={"variant": "vanilla"}), world_size=1)
+        start.check(config, world_size=1)
+    start.check(with_settings(config, cycle={"variant": "vanilla"}), world_size=1)
     beyond = {"model": {"vocab_size": 400}, "cycle": {"mask_token_id": 300}}
-    loop.check(with_settings(config, **beyond), world_size=1)
+    start.check(with_settings(config, **beyond), world_size=1)
 
 
 @pytest.mark.multiprocess

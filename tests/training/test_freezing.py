@@ -16,10 +16,10 @@ def before_and_after(config: Config) -> list[tuple[dict[str, torch.Tensor], dict
     """Weights of this rank's stages before and after training, by their names in the whole model."""
     from megatron_dmtd.models.initialization import global_name
     from megatron_dmtd.platform import prepare_megatron
-    from megatron_dmtd.training import loop
+    from megatron_dmtd.training import rows, start
     from megatron_dmtd.training.step import train_step
 
-    run = loop.prepare(config, prepare_megatron())
+    run = start.prepare(config, prepare_megatron())
 
     def weights() -> list[dict[str, torch.Tensor]]:
         return [
@@ -28,7 +28,7 @@ def before_and_after(config: Config) -> list[tuple[dict[str, torch.Tensor], dict
         ]
 
     before = weights()
-    iterator = loop._iterator(run, loop._dataset(config, config.data.train, shuffled=True), first_row=0)
+    iterator = rows.microbatches(run, rows.open_corpus(config, config.data.train), first_row=0)
     for _ in range(3):
         train_step(run, iterator)
     return list(zip(before, weights(), strict=True))

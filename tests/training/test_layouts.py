@@ -55,15 +55,15 @@ MATRIX = [
 def curve(config: Config) -> tuple[list[float], list[float], dict[str, float]]:
     """Losses and gradient norms of a run, and its held-out loss. Runs on each rank."""
     from megatron_dmtd.platform import prepare_megatron
-    from megatron_dmtd.training import loop
+    from megatron_dmtd.training import loop, rows, start
     from megatron_dmtd.training.step import train_step
 
     platform = prepare_megatron()
-    loop.check(config, world_size=torch.distributed.get_world_size())
-    run = loop.prepare(config, platform)
-    iterator = loop._iterator(run, loop._dataset(config, config.data.train, shuffled=True), first_row=0)
+    start.check(config, world_size=torch.distributed.get_world_size())
+    run = start.prepare(config, platform)
+    iterator = rows.microbatches(run, rows.open_corpus(config, config.data.train), first_row=0)
     results = [train_step(run, iterator) for _ in range(config.training.steps)]
-    held_out = loop._evaluate(run, loop._dataset(config, config.data.valid, shuffled=False))
+    held_out = loop.held_out_loss(run, rows.open_corpus(config, config.data.valid))
     losses = [result.loss.values()["loss"] for result in results]
     return losses, [result.grad_norm for result in results], held_out.values()
 
@@ -166,11 +166,11 @@ def test_a_planted_fault_is_seen_in_every_layout(
 def table_copies(config: Config) -> list[torch.Tensor]:
     """This rank's copies of the embedding table after training."""
     from megatron_dmtd.platform import prepare_megatron
-    from megatron_dmtd.training import loop
+    from megatron_dmtd.training import rows, start
     from megatron_dmtd.training.step import train_step
 
-    run = loop.prepare(config, prepare_megatron())
-    iterator = loop._iterator(run, loop._dataset(config, config.data.train, shuffled=True), first_row=0)
+    run = start.prepare(config, prepare_megatron())
+    iterator = rows.microbatches(run, rows.open_corpus(config, config.data.train), first_row=0)
     for _ in range(config.training.steps):
         train_step(run, iterator)
     tables = [model.shared_embedding_or_output_weight() for model in run.models]

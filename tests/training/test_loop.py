@@ -130,7 +130,7 @@ def test_a_new_run_among_the_checkpoints_of_another_is_refused(corpus: tuple[str
     from megatron_dmtd.platform import prepare_megatron
 
     prepare_megatron()
-    from megatron_dmtd.training.loop import resume_directory
+    from megatron_dmtd.training.start import resume_directory
 
     config = _config(corpus, tmp_path, training={"steps": 2}, optimizer={"decay_steps": 6}, checkpoint={"resume": False})
     assert resume_directory(config) is None

@@ -83,9 +83,9 @@ def test_a_decay_may_end_before_training_and_needs_no_warm_up() -> None:
 def _decayed(config: Config) -> tuple[dict[str, float], list[float]]:
     """Weight decay by parameter, and that of each group."""
     from megatron_dmtd.platform import prepare_megatron
-    from megatron_dmtd.training import loop
+    from megatron_dmtd.training import start
 
-    run = loop.prepare(config, prepare_megatron())
+    run = start.prepare(config, prepare_megatron())
     of = {id(p): group["weight_decay"] for group in run.optimizer.param_groups for p in group["params"]}
     named = {name: of[id(parameter)] for name, parameter in run.model.named_parameters()}
     return named, [group["weight_decay"] for group in run.optimizer.param_groups]

@@ -123,7 +123,7 @@ def _repeat(run: Any, batches: Any, folder: Path) -> tuple[dict[str, float], int
     from megatron_dmtd.training.progress import Progress
     from megatron_dmtd.training.step import train_step
 
-    saver, progress, found = Saver(run, folder), Progress.new(cycle_length=run.config.cycle.cycle_length), {}
+    saver, progress, found = Saver(run, folder), Progress.new(run.objective), {}
     train_step(run, batches)
     started = time.perf_counter()
     saver.save(progress)

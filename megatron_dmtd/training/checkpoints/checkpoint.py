@@ -29,7 +29,7 @@ def save_checkpoint(run: RunState, directory: str | Path, progress: Progress | N
 
     All ranks must call. Raises `SaveError` on all of them if any could not write.
     """
-    return Saver(run, directory).save(progress or Progress.new(cycle_length=run.config.cycle.cycle_length))
+    return Saver(run, directory).save(progress or Progress.new(run.objective))
 
 
 def _verify_together(step_directory: Path) -> None:
@@ -64,8 +64,7 @@ def load_checkpoint(run: RunState, step_directory: Path) -> Progress:
     saved = check_resumable(run.config, step_directory)
     _verify_together(step_directory)
     same_layout = _layout(saved) == _layout(run.config) and _saved_ranks(step_directory) == torch.distributed.get_world_size()
-    new = Progress.new(cycle_length=run.config.cycle.cycle_length)
-    request = whole_state(run, new, is_loading=True, with_random_state=same_layout)
+    request = whole_state(run, Progress.new(run.objective), is_loading=True, with_random_state=same_layout)
     return restore(run, _load(request, step_directory))
 
 

@@ -84,6 +84,7 @@ ALLOWED = {
 
 _SHAPE = "another model"
 _METHOD = "another method"
+_OBJECTIVE = "another objective: what is logged and remembered differs"
 _ROWS = "other rows, or the same in another order"
 
 #: why a field may not differ
@@ -114,6 +115,7 @@ REFUSED = {
     "data.pad_token_id": _ROWS,
     "data.shuffle_seed": _ROWS,
     "data.packing": _ROWS,
+    "training.objective": _OBJECTIVE,
     "training.freeze_embeddings": "the optimizer's state would lack the table, or hold one that nobody trains",
 }
 

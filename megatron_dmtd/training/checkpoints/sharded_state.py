@@ -52,6 +52,7 @@ def whole_state(run: RunState, progress: Progress, *, is_loading: bool, with_ran
         "optimizer": run.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(METADATA)),
         "scheduler": run.scheduler.state_dict(),
         "progress": {"step": run.step, "rows": run.rows} | progress.to_dict(),
+        "objective": run.objective.state_dict(),
     }
     if with_random_state:
         state["random_state"] = _random_state()
@@ -59,7 +60,10 @@ def whole_state(run: RunState, progress: Progress, *, is_loading: bool, with_ran
 
 
 def restore(run: RunState, state: dict[str, Any]) -> Progress:
-    """Put a loaded state into the run. Without an entry for the random state, that stays as it is."""
+    """Put a loaded state into the run.
+
+    Without an entry for the random state, that stays as it is; checkpoints of earlier versions have none for the objective.
+    """
     run.load_model_state(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])
     run.scheduler.load_state_dict(state["scheduler"])
@@ -67,4 +71,6 @@ def restore(run: RunState, state: dict[str, Any]) -> Progress:
     if "random_state" in state:
         torch.set_rng_state(state["random_state"]["torch"])
         tensor_parallel.get_cuda_rng_tracker().set_states(state["random_state"]["tracker"])
-    return Progress.from_dict(state["progress"], cycle_length=run.config.cycle.cycle_length, device=run.platform.device)
+    if "objective" in state:
+        run.objective.load_state_dict(state["objective"])
+    return Progress.from_dict(state["progress"], run.objective, device=run.platform.device)

@@ -22,14 +22,14 @@ from tests.support.tiny import VARIANTS, tiny_config, with_settings
 def train_to(config: Config, steps: int) -> tuple[list[float], dict[str, torch.Tensor], int]:
     """Train to `steps`, resuming where there is a checkpoint, and save. Losses of the steps run, final weights, first step."""
     from megatron_dmtd.platform import prepare_megatron
-    from megatron_dmtd.training import loop
+    from megatron_dmtd.training import rows, start
     from megatron_dmtd.training.checkpoints.checkpoint import save_checkpoint
     from megatron_dmtd.training.step import train_step
 
-    loop.check(config, world_size=torch.distributed.get_world_size())
-    run = loop.prepare(config, prepare_megatron())
+    start.check(config, world_size=torch.distributed.get_world_size())
+    run = start.prepare(config, prepare_megatron())
     first = run.step
-    iterator = loop._iterator(run, loop._dataset(config, config.data.train, shuffled=True), first_row=run.rows)
+    iterator = rows.microbatches(run, rows.open_corpus(config, config.data.train), first_row=run.rows)
     losses = [train_step(run, iterator).loss.values()["loss"] for _ in range(steps - run.step)]
     if config.checkpoint.dir and run.step > 0:
         save_checkpoint(run, config.checkpoint.dir)
@@ -164,10 +164,10 @@ def test_old_checkpoints_are_removed_and_a_partial_one_is_never_named(corpus: tu
 
 def _load_or_say_why_not(config: Config) -> str:
     from megatron_dmtd.platform import prepare_megatron
-    from megatron_dmtd.training import loop
+    from megatron_dmtd.training import start
 
     try:
-        loop.prepare(config, prepare_megatron())
+        start.prepare(config, prepare_megatron())
     except CheckpointError as error:
         return str(error)
     return "loaded"

@@ -31,13 +31,13 @@ def _config(corpus: tuple[str, str], folder: Path | str, **sections: Any) -> Con
 def _started(config: Config) -> tuple[Any, Any, Any, Any]:
     """A run, its batches, its saver and new progress."""
     from megatron_dmtd.platform import prepare_megatron
-    from megatron_dmtd.training import loop
+    from megatron_dmtd.training import rows, start
     from megatron_dmtd.training.checkpoints.saving import Saver
     from megatron_dmtd.training.progress import Progress
 
-    run = loop.prepare(config, prepare_megatron())
-    iterator = loop._iterator(run, loop._dataset(config, config.data.train, shuffled=True), first_row=run.rows)
-    return run, iterator, Saver(run, config.checkpoint.dir), Progress.new(cycle_length=config.cycle.cycle_length)
+    run = start.prepare(config, prepare_megatron())
+    iterator = rows.microbatches(run, rows.open_corpus(config, config.data.train), first_row=run.rows)
+    return run, iterator, Saver(run, config.checkpoint.dir), Progress.new(run.objective)
 
 
 def _save_in_both_ways(config: Config, other: str) -> tuple[bool, bool, list[str]]:

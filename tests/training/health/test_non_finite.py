@@ -106,11 +106,11 @@ def test_a_bounded_number_of_bad_steps_is_skipped_and_counted_over_the_whole_run
 def _skip_and_compare(config: Config) -> bool:
     """Whether a skipped step leaves weights, moments and Adam's own count as they were."""
     from megatron_dmtd.platform import prepare_megatron
-    from megatron_dmtd.training import loop
+    from megatron_dmtd.training import rows, start
     from megatron_dmtd.training.step import train_step
 
-    run = loop.prepare(config, prepare_megatron())
-    iterator = loop._iterator(run, loop._dataset(config, config.data.train, shuffled=True), first_row=0)
+    run = start.prepare(config, prepare_megatron())
+    iterator = rows.microbatches(run, rows.open_corpus(config, config.data.train), first_row=0)
     train_step(run, iterator)
     inner = run.optimizer.chained_optimizers[0].optimizer
 
@@ -156,13 +156,13 @@ def test_a_jump_of_the_loss_is_a_spike_and_noise_is_not() -> None:
 def _rows_match(config: Config) -> bool:
     from megatron_dmtd.data.loader import collate
     from megatron_dmtd.platform import prepare_megatron
-    from megatron_dmtd.training import loop
+    from megatron_dmtd.training import rows, start
     from megatron_dmtd.training.health.non_finite import rows_of_microbatch
 
-    run = loop.prepare(config, prepare_megatron())
-    dataset = loop._dataset(config, config.data.train, shuffled=True)
+    run = start.prepare(config, prepare_megatron())
+    dataset = rows.open_corpus(config, config.data.train)
     run.rows = 8
-    iterator = loop._iterator(run, dataset, first_row=run.rows)
+    iterator = rows.microbatches(run, dataset, first_row=run.rows)
     pairs = [(next(iterator), collate([dataset[row] for row in rows_of_microbatch(run, index)])) for index in range(2)]
     return all(torch.equal(one.tokens_BN, other.tokens_BN) for one, other in pairs)
 
