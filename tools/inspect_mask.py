@@ -23,6 +23,7 @@ EXAMPLES = """examples:
   inspect_mask.py --variant causal-norefresh --documents 12
   inspect_mask.py --variant bidirectional-refresh --documents 8,5 --png mask.png
   inspect_mask.py --variant causal-refresh --decode-cycle 2
+  inspect_mask.py --variant causal-norefresh --documents 12 --window 6
 """
 
 
@@ -56,6 +57,12 @@ def _parser() -> jsonargparse.ArgumentParser:
         default=-1,
         help="draw the forward pass that begins this cycle in decoding, from 0; -1 draws training",
     )
+    parser.add_argument(
+        "--window",
+        type=int,
+        default=0,
+        help="sliding window: keys that a query sees at most, itself included; 0 is none",
+    )
     parser.add_argument("--png", type=str, default="", help="also draw the grid to this file (needs matplotlib)")
     return parser
 
@@ -65,6 +72,8 @@ def check(args: jsonargparse.Namespace) -> None:
     parse_document_lengths(args.documents)
     if args.cycle_length < 1:
         raise ConfigError(found=f"--cycle-length {args.cycle_length}", required="at least 1", remedy="the published models use 4")
+    if args.window < 0:
+        raise ConfigError(found=f"--window {args.window}", required="at least 1, or 0 for none", remedy="leave --window out")
     if args.decode_cycle >= 0 and args.variant == VANILLA:
         raise ConfigError(found="--decode-cycle with vanilla", required="a variant with cycles", remedy="omit --decode-cycle")
     if args.decode_cycle >= 0 and args.png:
@@ -77,7 +86,7 @@ def check(args: jsonargparse.Namespace) -> None:
 def run(args: jsonargparse.Namespace) -> None:
     """Print the requested pictures. Raises `ConfigError` before anything is printed or written."""
     check(args)
-    rule = {"variant": args.variant, "cycle_length": args.cycle_length}
+    rule = {"variant": args.variant, "cycle_length": args.cycle_length, "window": args.window or None}
     if args.decode_cycle >= 0:
         print(decoding_picture(args.decode_cycle, **rule))
         return

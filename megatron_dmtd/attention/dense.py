@@ -1,10 +1,10 @@
 """The dense backend: exact attention with torch's CPU kernels, document by document, in memory linear in the row's length.
 
 Each document is attended to separately, so nothing is computed across documents. Consecutive short documents are grouped under
-one small mask; a longer document needs no mask over its length: plain causal attention where the rule is causal, and `merged` for
-the shadow stream.
+one small mask; a longer document needs no mask over its length: torch's causal attention where the rule is causal, and `merged`
+for the shadow stream and for sliding windows, whose work is linear in the row's length too.
 
-Shape legend: B rows, N slots per row, H query heads, G key-value heads, D head width.
+Shape legend: B rows, N slots of a row, H query heads, G key/value heads, D head width.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_dmtd.attention.masked import MaskedAttention
-from megatron_dmtd.attention.merged import merged_shadow_attention
+from megatron_dmtd.attention.merged import merged_shadow_attention, windowed_causal_attention
 from megatron_dmtd.attention.protocol import AttentionBackend, StreamLayout
 
 #: most slots of short documents to group under one mask
@@ -53,8 +53,12 @@ class _OneDocument:
     def __init__(self, layout: StreamLayout) -> None:
         self.layout = layout
 
-    def real(self, q_BHND: torch.Tensor, k_BGND: torch.Tensor, v_BGND: torch.Tensor) -> torch.Tensor:
-        return scaled_dot_product_attention(q_BHND, k_BGND, v_BGND, is_causal=True, enable_gqa=True)
+    def real(
+        self, q_BHND: torch.Tensor, k_BGND: torch.Tensor, v_BGND: torch.Tensor, *, window: int | None = None
+    ) -> torch.Tensor:
+        if window is None or window >= q_BHND.shape[2]:
+            return scaled_dot_product_attention(q_BHND, k_BGND, v_BGND, is_causal=True, enable_gqa=True)
+        return windowed_causal_attention(q_BHND, k_BGND, v_BGND, window=window)
 
     def shadow(
         self,
@@ -63,20 +67,13 @@ class _OneDocument:
         v_BGND: torch.Tensor,
         real_k_BGND: torch.Tensor | None,
         real_v_BGND: torch.Tensor | None,
+        *,
+        window: int | None = None,
     ) -> torch.Tensor:
-        layout = self.layout
-        if layout.history == "shadow" and layout.block_attention == "causal":
-            return self.real(q_BHND, k_BGND, v_BGND)
-        return merged_shadow_attention(
-            q_BHND,
-            k_BGND,
-            v_BGND,
-            real_k_BGND,
-            real_v_BGND,
-            cycle_length=layout.cycle_length,
-            history=layout.history,
-            block_attention=layout.block_attention,
-        )
+        method = self.layout.method
+        if not method.refreshes and not method.is_bidirectional:
+            return self.real(q_BHND, k_BGND, v_BGND, window=window)
+        return merged_shadow_attention(q_BHND, k_BGND, v_BGND, real_k_BGND, real_v_BGND, method=method, window=window)
 
 
 class DenseAttention:
@@ -85,9 +82,11 @@ class DenseAttention:
     def __init__(self, layout: StreamLayout) -> None:
         self.layout = layout
 
-    def real(self, q_BHND: torch.Tensor, k_BGND: torch.Tensor, v_BGND: torch.Tensor) -> torch.Tensor:
+    def real(
+        self, q_BHND: torch.Tensor, k_BGND: torch.Tensor, v_BGND: torch.Tensor, *, window: int | None = None
+    ) -> torch.Tensor:
         """Causal attention inside each document."""
-        return self._by_segment(lambda backend, *streams: backend.real(*streams), q_BHND, k_BGND, v_BGND)
+        return self._by_segment(lambda backend, *streams: backend.real(*streams, window=window), q_BHND, k_BGND, v_BGND)
 
     def shadow(
         self,
@@ -96,14 +95,18 @@ class DenseAttention:
         v_BGND: torch.Tensor,
         real_k_BGND: torch.Tensor | None,
         real_v_BGND: torch.Tensor | None,
+        *,
+        window: int | None = None,
     ) -> torch.Tensor:
-        """Shadow queries, by the variant's rule. Causal Norefresh is plain causal attention over the shadow stream."""
-        if self.layout.history == "shadow":
-            assert real_k_BGND is None and real_v_BGND is None, "Norefresh has no real stream in the parallel layers"
-            return self._by_segment(lambda backend, *streams: backend.shadow(*streams, None, None), q_BHND, k_BGND, v_BGND)
-        assert real_k_BGND is not None and real_v_BGND is not None, "Refresh reads the real stream"
+        """Shadow queries: by the rule of the variant."""
+        if real_k_BGND is None or real_v_BGND is None:
+            assert not self.layout.method.refreshes, "the Refresh variants read the real stream"
+            return self._by_segment(
+                lambda backend, *streams: backend.shadow(*streams, None, None, window=window), q_BHND, k_BGND, v_BGND
+            )
+        assert self.layout.method.refreshes, "the Norefresh variants have no real stream in the parallel layers"
         return self._by_segment(
-            lambda backend, *streams: backend.shadow(*streams), q_BHND, k_BGND, v_BGND, real_k_BGND, real_v_BGND
+            lambda backend, *streams: backend.shadow(*streams, window=window), q_BHND, k_BGND, v_BGND, real_k_BGND, real_v_BGND
         )
 
     @cached_property

@@ -4,12 +4,12 @@ The kernel skips blocks in which nothing is visible, so its work and memory are 
 size N x N is materialised. The block masks of a layout are made once, on the device, and serve all layers of the microbatch. The
 forward pass also runs on CPUs, where the masks are tested; torch has no CPU backward pass for FlexAttention.
 
-Shape legend: B rows, N slots per row, H query heads, G key-value heads, D head width, K keys (N or 2N).
+Shape legend: B rows, N slots of a row, H query heads, G key/value heads, D head width, K keys (N or 2N).
 """
 
 from __future__ import annotations
 
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ def _compiled(function: Any) -> Any:
     return torch.compile(function, dynamic=False, fullgraph=True, recompile_limit=_MOST_COMPILATIONS)  # type: ignore[call-overload]
 
 
-class FlexAttention(JoinedKeysAttention):
+class FlexAttention(JoinedKeysAttention[BlockMask]):
     """See `protocol.AttentionBackend`."""
 
     def __init__(self, layout: StreamLayout, *, compiled: bool = True) -> None:
@@ -40,21 +40,17 @@ class FlexAttention(JoinedKeysAttention):
         self._create_block_mask = _compiled(create_block_mask) if compiled else create_block_mask
         self._flex_attention = _compiled(flex_attention) if compiled else flex_attention
 
-    @cached_property
-    def real_mask(self) -> BlockMask:
+    def make_real_mask(self, window: int | None) -> BlockMask:
         """Causal inside each document."""
         documents_BN = self.layout.documents_BN
         slots = documents_BN.shape[1]
-        return self._block_mask(causal_document_mask_mod(documents_BN), num_queries=slots, num_keys=slots)
+        return self._block_mask(causal_document_mask_mod(documents_BN, window=window), num_queries=slots, num_keys=slots)
 
-    @cached_property
-    def shadow_mask(self) -> BlockMask:
+    def make_shadow_mask(self, window: int | None) -> BlockMask:
         """The variant's rule."""
         layout = self.layout
-        queries, keys = shadow_attention_slots(layout.documents_BN, layout.positions_BN, history=layout.history)
-        rule = mask_mod(
-            queries, keys, cycle_length=layout.cycle_length, history=layout.history, block_attention=layout.block_attention
-        )
+        queries, keys = shadow_attention_slots(layout.documents_BN, layout.positions_BN, method=layout.method)
+        rule = mask_mod(queries, keys, method=layout.method, window=window)
         return self._block_mask(rule, num_queries=queries.position.shape[1], num_keys=keys.position.shape[1])
 
     def attend(self, q_BHND: torch.Tensor, k_BGKD: torch.Tensor, v_BGKD: torch.Tensor, mask: BlockMask) -> torch.Tensor:

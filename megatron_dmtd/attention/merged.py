@@ -1,19 +1,22 @@
-"""Attention of one document's shadow stream, without a mask over the whole document.
+"""Attention of one document without a mask over the whole document: shadow streams, and sliding windows.
 
 In bidirectional Norefresh a query sees the whole cycles of its stream up to and including its own. In Refresh it sees the real
 stream up to the cycle before its own, which is the same attention between all queries except the first cycle's and all real keys
-except the last cycle's. In addition it sees its own cycle of the shadow stream, which is a separate, small attention.
+except the last cycle's. In addition it sees its own cycle of the shadow stream, which is a separate, small attention. Causal
+attention is the first of these with cycles of one slot.
 
 The history is processed in chunks of queries: all keys before the chunk without a mask, and the keys inside it under a small mask
-that is the same for every chunk, because chunks begin at cycle boundaries. The own cycles of a whole document take one call.
+that is the same for every chunk, because chunks begin at cycle boundaries. Under a sliding window a chunk reads the slice of keys
+that it may see, under one mask that is the same for every chunk. The own cycles of a whole document take one call.
+
 Partial results are merged by their log-sum-exp (arXiv 1805.02867, arXiv 2205.14135). The backward kernel needs only the merged
 output and log-sum-exp to compute each part's exact gradient, so it is called once per part. Memory grows linearly with the length
-of the document.
+of the document; under a window so does the work.
 
-CPU only: it calls the CPU kernels beneath torch's scaled-dot-product attention, which return the log-sum-exp.
+CPU only: it calls the CPU kernels under torch's scaled-dot-product attention, which return the log-sum-exp.
 
-Shape legend: B rows, G key-value heads, R query heads per key-value head, N slots, D head width, L slots of one chunk or window,
-W windows.
+Shape legend: B rows, N slots of a row, H query heads, G key/value heads, R = H / G query heads per key/value head, D head width,
+Q queries and K keys of one chunk or block, T blocks.
 """
 
 from __future__ import annotations
@@ -23,30 +26,55 @@ from typing import Any
 
 import torch
 
-from megatron_dmtd.cycle import complete_length
-from megatron_dmtd.cycle.mask import dense_mask, shadow_attention_slots
+from megatron_dmtd.cycle.geometry import Slots
+from megatron_dmtd.cycle.mask import dense_mask, stream_slots
+from megatron_dmtd.cycle.method import Method
+from megatron_dmtd.cycle.rule import complete_length
 
 #: slots per chunk of the history, before rounding to whole cycles: the fastest of 64 to 512 at 4,096 slots on two cores (with
 #: three query heads per key head it is the smallest for which torch's kernel works on 256 queries at a time); none is faster at
 #: 1,024
 CHUNK = 256
-#: slots whose own cycles are computed in one attention window, before rounding
-WINDOW = 32
+#: slots of one block: own cycles that are computed as one row of a batch, before rounding
+BLOCK = 32
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+def _additive(queries: Slots, keys: Slots, method: Method, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    mask_QK = dense_mask(queries, keys, method=method, window=window)
+    return torch.zeros(mask_QK.shape, dtype=dtype).masked_fill_(~mask_QK, float("-inf"))
+
+
+def _shadow_slots(position: torch.Tensor, *, cycle_length: int = 0) -> Slots:
+    """Shadow slots of one document, or, with a cycle length, of one document for each cycle."""
+    document = position // cycle_length if cycle_length else torch.zeros_like(position)
+    return stream_slots(document, position, is_real=False)
+
+
 @lru_cache(maxsize=256)
-def _mask(
-    length: int, repeats: int, dtype: torch.dtype, *, cycle_length: int, block_attention: str, own: bool = False
-) -> torch.Tensor:
-    """Additive mask [R L, L] of `length` slots from a cycle head: by the rule of Norefresh, or within cycles only (`own`)."""
-    position_L = torch.arange(length)
-    document_L = position_L // cycle_length if own else torch.zeros_like(position_L)
-    queries, keys = shadow_attention_slots(document_L, position_L, history="shadow")
-    mask_LL = dense_mask(queries, keys, cycle_length=cycle_length, history="shadow", block_attention=block_attention)
-    return torch.zeros(mask_LL.shape, dtype=dtype).masked_fill_(~mask_LL, float("-inf")).repeat(repeats, 1)
+def _history_mask(length: int, repeats: int, dtype: torch.dtype, method: Method) -> torch.Tensor:
+    """Additive mask [R Q, Q] of `length` slots from a cycle head."""
+    slots = _shadow_slots(torch.arange(length))
+    return _additive(slots, slots, method, None, dtype).repeat(repeats, 1)
+
+
+@lru_cache(maxsize=256)
+def _own_cycles_mask(length: int, repeats: int, dtype: torch.dtype, method: Method, window: int | None) -> torch.Tensor:
+    """Additive mask [R Q, Q] of `length` slots from a cycle head, within cycles only."""
+    slots = _shadow_slots(torch.arange(length), cycle_length=method.cycle_length)
+    return _additive(slots, slots, method, window, dtype).repeat(repeats, 1)
+
+
+@lru_cache(maxsize=16)
+def _window_mask(length: int, reach: int, dtype: torch.dtype, method: Method) -> torch.Tensor:
+    """Additive mask [Q, K] of `length` queries from a cycle head, and of all keys that any of them may see.
+
+    The first key lies `reach - 1` slots before the first query, the last key is the last query's own slot.
+    """
+    queries, keys = torch.arange(length), torch.arange(1 - reach, length)
+    return _additive(_shadow_slots(queries), _shadow_slots(keys), method, reach, dtype)
 
 
 def _merged(
@@ -62,18 +90,31 @@ def _merged(
 class _History:
     """Attention of N queries to N keys of one stream, by whole cycles; [B, G, R, N, D]."""
 
-    def __init__(self, cycle_length: int) -> None:
-        self.cycle_length = cycle_length
+    def __init__(self, cycle_length: int, reach: int | None) -> None:
+        """A query sees keys less than `reach` slots before its own slot; None: all of them.
+
+        Where queries and keys are a cycle apart, `reach` may be zero or negative: then it leaves keys of the query's cycle only.
+        """
+        self.rule = Method(variant="bidirectional-norefresh", cycle_length=cycle_length, num_parallel_layers=1)
+        self.reach = reach
+        self.chunk = complete_length(CHUNK, cycle_length)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no query sees any key."""
+        return self.reach is not None and self.reach <= 1 - self.rule.cycle_length
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and log-sum-exp."""
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:4], dtype=torch.promote_types(q.dtype, torch.float32))
         for chunk in self._chunks(q):
             query = _folded(q, chunk)
-            part = _forward(query, k[:, :, chunk], v[:, :, chunk], attn_mask=self._mask(query, chunk))
-            if chunk.start > 0:
-                before = slice(0, chunk.start)
-                part = _merged(*part, *_forward(query, k[:, :, before], v[:, :, before]))
+            (first, mask), *others = self._parts(query, chunk)
+            part = _forward(query, k[:, :, first], v[:, :, first], attn_mask=mask)
+            if self.reach is not None and self.reach < 1:
+                _hide_unseeing(part[1], mask)
+            for keys, _ in others:
+                part = _merged(*part, *_forward(query, k[:, :, keys], v[:, :, keys]))
             for whole, found in zip((out, lse), part, strict=True):
                 _unfold(whole, chunk, found)
         return out, lse
@@ -86,37 +127,41 @@ class _History:
         for chunk in self._chunks(q):
             query, saved = _folded(q, chunk), (_folded(out, chunk), _folded(lse, chunk), 0.0, False)
             above = _folded(upstream, chunk)
-            part_q, part_k, part_v = _backward(
-                above, query, k[:, :, chunk], v[:, :, chunk], *saved, attn_mask=self._mask(query, chunk)
-            )
-            grad_k[:, :, chunk] += part_k
-            grad_v[:, :, chunk] += part_v
-            if chunk.start > 0:
-                before = slice(0, chunk.start)
-                far_q, far_k, far_v = _backward(above, query, k[:, :, before], v[:, :, before], *saved)
-                part_q += far_q
-                grad_k[:, :, before] += far_k
-                grad_v[:, :, before] += far_v
-            _unfold(grad_q, chunk, part_q)
+            parts_q = []
+            for keys, mask in self._parts(query, chunk):
+                part_q, part_k, part_v = _backward(above, query, k[:, :, keys], v[:, :, keys], *saved, attn_mask=mask)
+                parts_q.append(part_q)
+                grad_k[:, :, keys] += part_k
+                grad_v[:, :, keys] += part_v
+            _unfold(grad_q, chunk, sum(parts_q[1:], start=parts_q[0]))
         return [grad_q, grad_k, grad_v]
 
     def _chunks(self, q: torch.Tensor) -> list[slice]:
-        slots, size = q.shape[3], complete_length(CHUNK, self.cycle_length)
-        return [slice(start, min(start + size, slots)) for start in range(0, slots, size)]
+        slots = q.shape[3]
+        return [slice(start, min(start + self.chunk, slots)) for start in range(0, slots, self.chunk)]
 
-    def _mask(self, query: torch.Tensor, chunk: slice) -> torch.Tensor:
+    def _parts(self, query: torch.Tensor, chunk: slice) -> list[tuple[slice, torch.Tensor | None]]:
+        """The keys that a chunk sees, each slice with its mask; the first slice holds the chunk's own slots."""
         length = chunk.stop - chunk.start
-        return _mask(
-            length,
-            query.shape[2] // length,
-            query.dtype,
-            cycle_length=self.cycle_length,
-            block_attention="bidirectional",
-        )
+        repeats = query.shape[2] // length
+        if self.reach is None or chunk.stop <= self.reach:  # the window hides nothing here
+            own = (chunk, _history_mask(length, repeats, query.dtype, self.rule))
+            return [own, (slice(0, chunk.start), None)] if chunk.start > 0 else [own]
+        before = chunk.start + 1 - self.reach
+        first = max(0, before)
+        mask_QK = _window_mask(self.chunk, self.reach, query.dtype, self.rule)
+        mask_QK = mask_QK[:length, first - before : mask_QK.shape[1] - (self.chunk - length)]
+        return [(slice(first, chunk.stop), mask_QK.repeat(repeats, 1))]
+
+
+def _hide_unseeing(lse: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Give queries that see nothing a log-sum-exp of minus infinity. The kernel's is 0; so are its output and gradients."""
+    assert mask is not None, "a window that hides keys has a mask"
+    lse.masked_fill_(mask.isneginf().all(dim=-1), float("-inf"))
 
 
 def _folded(x_BGRN: torch.Tensor, chunk: slice) -> torch.Tensor:
-    """A chunk with its query heads folded into the slots, so that each key head is read only once: [B, G, R L, ...]."""
+    """A chunk with its query heads folded into the slots, so that each key head is read only once: [B, G, R Q, ...]."""
     return x_BGRN[:, :, :, chunk].flatten(2, 3).contiguous()
 
 
@@ -126,18 +171,23 @@ def _unfold(x_BGRN: torch.Tensor, chunk: slice, part: torch.Tensor) -> None:
 
 
 class _OwnCycles:
-    """Attention of N queries to the keys of their own cycles; [B, G, R, N, D]. Windows of a few cycles are rows of one call."""
+    """Attention of N queries to the keys of their own cycles; [B, G, R, N, D]. Blocks of a few cycles are rows of one call."""
 
-    def __init__(self, cycle_length: int, block_attention: str) -> None:
-        self.rule = {"cycle_length": cycle_length, "block_attention": block_attention, "own": True}
-        self.window = complete_length(WINDOW, cycle_length)
+    def __init__(self, method: Method, window: int | None) -> None:
+        self.rule = Method(
+            variant="bidirectional-norefresh" if method.is_bidirectional else "causal-norefresh",
+            cycle_length=method.cycle_length,
+            num_parallel_layers=1,
+        )
+        self.window = window if window is not None and window < method.cycle_length else None
+        self.block = complete_length(BLOCK, method.cycle_length)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and log-sum-exp."""
         parts = []
         for stretch, length in self._stretches(q):
-            query = _windows(q, stretch, length)
-            keys, values = (_windows(x[:, :, None], stretch, length) for x in (k, v))
+            query = _blocks(q, stretch, length)
+            keys, values = (_blocks(x[:, :, None], stretch, length) for x in (k, v))
             found = _forward(query, keys, values, attn_mask=self._mask(query, length))
             parts.append([_joined(x, q.shape[:3], length) for x in found])
         out, lse = parts[0] if len(parts) == 1 else (torch.cat(part, dim=3) for part in zip(*parts, strict=True))
@@ -149,8 +199,8 @@ class _OwnCycles:
         """Gradients of q, k and v, from the output and log-sum-exp of all that was merged."""
         parts = []
         for stretch, length in self._stretches(q):
-            above, query, result, log_sum = (_windows(x, stretch, length) for x in (upstream, q, out, lse))
-            keys, values = (_windows(x[:, :, None], stretch, length) for x in (k, v))
+            above, query, result, log_sum = (_blocks(x, stretch, length) for x in (upstream, q, out, lse))
+            keys, values = (_blocks(x[:, :, None], stretch, length) for x in (k, v))
             mask = self._mask(query, length)
             part_q, part_k, part_v = _backward(above, query, keys, values, result, log_sum, 0.0, False, attn_mask=mask)
             key_shape = (*k.shape[:2], 1)
@@ -161,18 +211,18 @@ class _OwnCycles:
     def _stretches(self, q: torch.Tensor) -> list[tuple[slice, int]]:
         """Slots in windows of equal length, and the remainder as one shorter window."""
         slots = q.shape[3]
-        whole = slots - slots % self.window
-        stretches = [(slice(0, whole), self.window), (slice(whole, slots), slots - whole)]
+        whole = slots - slots % self.block
+        stretches = [(slice(0, whole), self.block), (slice(whole, slots), slots - whole)]
         return [(stretch, length) for stretch, length in stretches if stretch.stop > stretch.start]
 
     def _mask(self, query: torch.Tensor, length: int) -> torch.Tensor:
-        return _mask(length, query.shape[2] // length, query.dtype, **self.rule)
+        return _own_cycles_mask(length, query.shape[2] // length, query.dtype, self.rule, self.window)
 
 
-def _windows(x_BGRN: torch.Tensor, stretch: slice, length: int) -> torch.Tensor:
-    """[B W, G, R L, ...]: windows as rows, query heads folded into the slots."""
-    x_BGRWL = x_BGRN[:, :, :, stretch].unflatten(3, (-1, length))
-    return x_BGRWL.movedim(3, 1).flatten(3, 4).flatten(0, 1).contiguous()
+def _blocks(x_BGRN: torch.Tensor, stretch: slice, length: int) -> torch.Tensor:
+    """[B T, G, R Q, ...]: blocks as rows, query heads folded into the slots."""
+    x_BGRTQ = x_BGRN[:, :, :, stretch].unflatten(3, (-1, length))
+    return x_BGRTQ.movedim(3, 1).flatten(3, 4).flatten(0, 1).contiguous()
 
 
 def _joined(x: torch.Tensor, shape: tuple[int, ...], length: int) -> torch.Tensor:
@@ -182,7 +232,7 @@ def _joined(x: torch.Tensor, shape: tuple[int, ...], length: int) -> torch.Tenso
 
 
 class _HistoryAttention(torch.autograd.Function):
-    """Bidirectional Norefresh."""
+    """One stream that sees itself by whole cycles."""
 
     @staticmethod
     def forward(ctx: Any, q_BGRND: Any, k_BGND: Any, v_BGND: Any, history: _History) -> Any:
@@ -197,15 +247,16 @@ class _HistoryAttention(torch.autograd.Function):
 
 
 class _RefreshAttention(torch.autograd.Function):
-    """Refresh: the shadow stream attends to its own cycles, and to the real stream up to the cycle before."""
+    """Refresh: a shadow stream over its own cycles and the real stream's earlier ones, one cycle behind."""
 
     @staticmethod
     def forward(ctx: Any, q_BGRND: Any, real_k_BGND: Any, real_v_BGND: Any, k_BGND: Any, v_BGND: Any, parts: Any) -> Any:
         history, own = parts
-        later, earlier = _a_cycle_apart(q_BGRND, history.cycle_length)
         out, lse = own.forward(q_BGRND, k_BGND, v_BGND)
-        far = history.forward(q_BGRND[:, :, :, later], real_k_BGND[:, :, earlier], real_v_BGND[:, :, earlier])
-        lse[:, :, :, later] = _merged(out[:, :, :, later], lse[:, :, :, later], *far)[1]
+        if not history.is_empty:
+            later, earlier = _a_cycle_apart(q_BGRND, history.rule.cycle_length)
+            far = history.forward(q_BGRND[:, :, :, later], real_k_BGND[:, :, earlier], real_v_BGND[:, :, earlier])
+            lse[:, :, :, later] = _merged(out[:, :, :, later], lse[:, :, :, later], *far)[1]
         ctx.save_for_backward(q_BGRND, real_k_BGND, real_v_BGND, k_BGND, v_BGND, out, lse)
         ctx.parts = parts
         return out
@@ -214,15 +265,17 @@ class _RefreshAttention(torch.autograd.Function):
     def backward(ctx: Any, upstream: Any) -> Any:
         q, real_k, real_v, k, v, out, lse = ctx.saved_tensors
         history, own = ctx.parts
-        later, earlier = _a_cycle_apart(q, history.cycle_length)
         grad_q, grad_k, grad_v = own.backward(upstream, q, k, v, out, lse)
+        if history.is_empty:
+            return grad_q, torch.zeros_like(real_k), torch.zeros_like(real_v), grad_k, grad_v, None
+        later, earlier = _a_cycle_apart(q, history.rule.cycle_length)
         far_q, *far = history.backward(
             *(x[:, :, :, later] for x in (upstream, q)),
             *(x[:, :, earlier] for x in (real_k, real_v)),
             *(x[:, :, :, later] for x in (out, lse)),
         )
         grad_q[:, :, :, later] += far_q
-        unread = (0, 0, 0, history.cycle_length)
+        unread = (0, 0, 0, history.rule.cycle_length)
         grad_real_k, grad_real_v = (torch.nn.functional.pad(grad, unread) for grad in far)
         return grad_q, grad_real_k, grad_real_v, grad_k, grad_v, None
 
@@ -233,6 +286,16 @@ def _a_cycle_apart(q_BGRND: torch.Tensor, cycle_length: int) -> tuple[slice, sli
     return slice(cycle_length, slots), slice(0, slots - cycle_length)
 
 
+def _by_group(q_BHND: torch.Tensor, k_BGND: torch.Tensor) -> torch.Tensor:
+    return q_BHND.unflatten(1, (k_BGND.shape[1], -1))
+
+
+def windowed_causal_attention(q_BHND: torch.Tensor, k_BGND: torch.Tensor, v_BGND: torch.Tensor, *, window: int) -> torch.Tensor:
+    """Causal attention of one document, of each query to the last `window` keys at most; [B, H, N, D]."""
+    history = _History(cycle_length=1, reach=window)
+    return _HistoryAttention.apply(_by_group(q_BHND, k_BGND), k_BGND, v_BGND, history).flatten(1, 2)
+
+
 def merged_shadow_attention(
     q_BHND: torch.Tensor,
     k_BGND: torch.Tensor,
@@ -240,18 +303,18 @@ def merged_shadow_attention(
     real_k_BGND: torch.Tensor | None,
     real_v_BGND: torch.Tensor | None,
     *,
-    cycle_length: int,
-    history: str,
-    block_attention: str,
+    method: Method,
+    window: int | None,
 ) -> torch.Tensor:
     """Shadow attention of one document of N slots, from its position 0; [B, H, N, D]. See `protocol.AttentionBackend.shadow`.
 
-    For all variants except causal Norefresh, which is plain causal attention.
+    For all variants but causal Norefresh, which is causal attention.
     """
-    q_BGRND = q_BHND.unflatten(1, (k_BGND.shape[1], -1))
-    whole_cycles = _History(cycle_length)
-    if history == "shadow":
-        assert block_attention == "bidirectional", block_attention
-        return _HistoryAttention.apply(q_BGRND, k_BGND, v_BGND, whole_cycles).flatten(1, 2)
-    parts = whole_cycles, _OwnCycles(cycle_length, block_attention)
+    q_BGRND, cycle_length = _by_group(q_BHND, k_BGND), method.cycle_length
+    if not method.refreshes:
+        assert method.is_bidirectional, method
+        return _HistoryAttention.apply(q_BGRND, k_BGND, v_BGND, _History(cycle_length, window)).flatten(1, 2)
+    # Queries and real keys are a cycle apart, so the same window reaches a cycle less far.
+    history = _History(cycle_length, None if window is None else window - cycle_length)
+    parts = history, _OwnCycles(method, window)
     return _RefreshAttention.apply(q_BGRND, real_k_BGND, real_v_BGND, k_BGND, v_BGND, parts).flatten(1, 2)

@@ -4,7 +4,7 @@ A layer of the model carries one stream of B rows (sequential layers, vanilla mo
 (Refresh: real and shadow). A backend never sees weights and does not depend on Megatron. Its masks follow from `cycle.visible`
 alone.
 
-Shape legend: B rows, N slots per row, H query heads, G key-value heads, D head width.
+Shape legend: B rows, N slots of a row, H query heads, G key/value heads, D head width.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+
+from megatron_dmtd.cycle.method import Method
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,11 +25,7 @@ class StreamLayout:
     """Position of each slot in its document, int64. Every document starts at 0."""
     document_lengths: tuple[tuple[int, ...], ...]
     """Slots of each document of each row: whole cycles, and the sum of each row is N."""
-    cycle_length: int
-    history: str
-    """`real` or `shadow`; `real` for vanilla models, which have no shadow stream."""
-    block_attention: str
-    """`causal` or `bidirectional`."""
+    method: Method
 
     def __post_init__(self) -> None:
         rows, slots = self.positions_BN.shape
@@ -51,9 +49,14 @@ class StreamLayout:
 
 
 class AttentionBackend(Protocol):
-    """Attention over one microbatch. Made per microbatch, so that its masks live as long as the backward pass needs them."""
+    """Attention over one microbatch. Made per microbatch, so that its masks live as long as the backward pass needs them.
 
-    def real(self, q_BHND: torch.Tensor, k_BGND: torch.Tensor, v_BGND: torch.Tensor) -> torch.Tensor:
+    `window` is the layer's: keys that a query sees at most, itself included, counted in positions; None: all that the rule shows.
+    """
+
+    def real(
+        self, q_BHND: torch.Tensor, k_BGND: torch.Tensor, v_BGND: torch.Tensor, *, window: int | None = None
+    ) -> torch.Tensor:
         """Causal attention of real slots to real slots of the same document; [B, H, N, D]."""
         ...
 
@@ -64,6 +67,8 @@ class AttentionBackend(Protocol):
         v_BGND: torch.Tensor,
         real_k_BGND: torch.Tensor | None,
         real_v_BGND: torch.Tensor | None,
+        *,
+        window: int | None = None,
     ) -> torch.Tensor:
-        """Attention of shadow slots to shadow slots, and to the real slots of earlier cycles where `history` is `real`."""
+        """Attention of shadow slots to shadow slots, and to the real slots of earlier cycles where the method refreshes."""
         ...

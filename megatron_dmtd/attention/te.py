@@ -4,7 +4,7 @@ TE handles an arbitrary mask with its unfused kernel, which materialises the who
 This backend says so and refuses rows that cannot fit; `flex` has no such limit. It has not run where this project is tested (no
 CUDA): see docs/verification.md.
 
-Shape legend: B rows, N slots per row, H query heads, G key-value heads, D head width, K keys (N or 2N).
+Shape legend: B rows, N slots of a row, H query heads, G key/value heads, D head width, K keys (N or 2N).
 """
 
 from __future__ import annotations

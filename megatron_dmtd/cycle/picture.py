@@ -34,8 +34,11 @@ class MaskGrid(NamedTuple):
     cycle_length: int
 
 
-def mask_grid(document_lengths: Sequence[int], *, variant: str, cycle_length: int) -> MaskGrid:
-    """All slots of a row of documents, each completed to whole cycles, against one another. Vanilla: real slots only."""
+def mask_grid(document_lengths: Sequence[int], *, variant: str, cycle_length: int, window: int | None = None) -> MaskGrid:
+    """All slots of a row of documents, each completed to whole cycles, against one another. Vanilla: real slots only.
+
+    `window`: keys that a query sees at most, itself included: a sliding window; None: no limit.
+    """
     lengths = padded_document_lengths(document_lengths, cycle_length)
     history, block_attention = VARIANTS.get(variant, ("real", "causal"))
     if variant == VANILLA:
@@ -54,18 +57,19 @@ def mask_grid(document_lengths: Sequence[int], *, variant: str, cycle_length: in
         cycle_length=cycle_length,
         history=history,
         block_attention=block_attention,
+        window=window,
     )
     return MaskGrid(slots, slots, sees, cycle_length)
 
 
-def decoding_grid(cycle: int, *, variant: str, cycle_length: int) -> MaskGrid:
+def decoding_grid(cycle: int, *, variant: str, cycle_length: int, window: int | None = None) -> MaskGrid:
     """The forward pass of the parallel layers that begins `cycle` in decoding (docs/method.md, sections 7.3 and 8.2).
 
     Rows are the slots that it computes: the shadow block, preceded by the real tokens of the previous cycle if the variant
     refreshes. Columns are the cache and those slots. The grid is a part of the training grid, which is why the two agree.
     """
     assert variant in VARIANTS and cycle >= 0, (variant, cycle)
-    full = mask_grid([(cycle + 1) * cycle_length], variant=variant, cycle_length=cycle_length)
+    full = mask_grid([(cycle + 1) * cycle_length], variant=variant, cycle_length=cycle_length, window=window)
     slot_cycle, is_real = cycle_id(full.queries.position, cycle_length), full.queries.is_real
     rows = np.where(is_real, slot_cycle == cycle - 1, slot_cycle == cycle)
     columns = full.sees[rows].any(axis=0)
@@ -78,16 +82,19 @@ def holds_token(slots: Slots, cycle_length: int) -> np.ndarray:
     return slots.is_real | is_cycle_head(slots.position, cycle_length)
 
 
-def history_picture(length: int, *, variant: str, cycle_length: int) -> str:
+def history_picture(length: int, *, variant: str, cycle_length: int, window: int | None = None) -> str:
     """What the last shadow slot of a document reads, by cycle: `[1111] [1111] [1000]`.
 
     1 is a real token, 0 is MASK. For a vanilla model: what the last token reads.
     """
-    grid = mask_grid([length], variant=variant, cycle_length=cycle_length)
+    grid = mask_grid([length], variant=variant, cycle_length=cycle_length, window=window)
     sees, token = grid.sees[-1], holds_token(grid.keys, cycle_length)
-    digits = ["1" if token[key] else "0" for key in np.argsort(grid.keys.position, kind="stable") if sees[key]]
-    cycles = ["".join(digits[start : start + cycle_length]) for start in range(0, len(digits), cycle_length)]
-    return " ".join(f"[{cycle}]" for cycle in cycles)
+    cycles: dict[int, str] = {}
+    for key in np.argsort(grid.keys.position, kind="stable"):
+        if sees[key]:
+            cycle = cycle_id(int(grid.keys.position[key]), cycle_length)
+            cycles[cycle] = cycles.get(cycle, "") + ("1" if token[key] else "0")
+    return " ".join(f"[{digits}]" for digits in cycles.values())
 
 
 def _starts_stream(slots: Slots, slot: int) -> bool:
@@ -144,17 +151,19 @@ def grid_text(grid: MaskGrid) -> str:
     return "\n".join(lines)
 
 
-def mask_picture(document_lengths: Sequence[int], *, variant: str, cycle_length: int) -> str:
+def mask_picture(document_lengths: Sequence[int], *, variant: str, cycle_length: int, window: int | None = None) -> str:
     """`grid_text` of a whole row of documents, as training sees it."""
-    return grid_text(mask_grid(document_lengths, variant=variant, cycle_length=cycle_length))
+    return grid_text(mask_grid(document_lengths, variant=variant, cycle_length=cycle_length, window=window))
 
 
-def decoding_picture(cycle: int, *, variant: str, cycle_length: int) -> str:
+def decoding_picture(cycle: int, *, variant: str, cycle_length: int, window: int | None = None) -> str:
     """`grid_text` of the forward pass that begins `cycle` in decoding."""
-    return grid_text(decoding_grid(cycle, variant=variant, cycle_length=cycle_length))
+    return grid_text(decoding_grid(cycle, variant=variant, cycle_length=cycle_length, window=window))
 
 
-def save_mask_png(path: Path, document_lengths: Sequence[int], *, variant: str, cycle_length: int) -> None:
+def save_mask_png(
+    path: Path, document_lengths: Sequence[int], *, variant: str, cycle_length: int, window: int | None = None
+) -> None:
     """Draw the same grid to the PNG file `path`. Raises `CapabilityError` without matplotlib."""
     try:
         from matplotlib.figure import Figure
@@ -164,12 +173,13 @@ def save_mask_png(path: Path, document_lengths: Sequence[int], *, variant: str, 
             required="matplotlib, to draw a PNG",
             remedy="pip install matplotlib, or leave out the PNG: the text picture shows the same grid",
         ) from error
-    grid = mask_grid(document_lengths, variant=variant, cycle_length=cycle_length)
+    grid = mask_grid(document_lengths, variant=variant, cycle_length=cycle_length, window=window)
     slots, size = grid.keys, len(grid.sees)
     figure = Figure(figsize=(2.2 + 0.21 * size, 1.6 + 0.21 * size), dpi=100, layout="constrained")
     axes = figure.add_subplot()
     axes.imshow(_colours(grid), interpolation="nearest")
-    axes.set_title(f"{variant}, cycles of {cycle_length}: rows read columns", fontsize=9)
+    limit = "" if window is None else f", window of {window}"
+    axes.set_title(f"{variant}, cycles of {cycle_length}{limit}: rows read columns", fontsize=9)
     axes.set_xticks(range(size), _names(slots, cycle_length), rotation=90, fontsize=7)
     axes.set_yticks(range(size), _names(slots, cycle_length), fontsize=7)
     axes.set_xlabel(_axis_title(slots))

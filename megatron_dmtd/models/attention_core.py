@@ -65,6 +65,7 @@ class StreamAttentionCore(MegatronModule):
         return apply_rotary_pos_emb(x_sbhd, angles_NB1D, self.config, mscale=factor, cp_group=self.cp_group)
 
     def _attend(self, visit: VisitStreams, stream: Stream, q_BHND: torch.Tensor, keys: _Keys) -> torch.Tensor:
+        window = self.attention.window
         if stream is Stream.REAL:
-            return visit.backend.real(q_BHND, *keys[stream])
-        return visit.backend.shadow(q_BHND, *keys[stream], *keys.get(Stream.REAL, (None, None)))
+            return visit.backend.real(q_BHND, *keys[stream], window=window)
+        return visit.backend.shadow(q_BHND, *keys[stream], *keys.get(Stream.REAL, (None, None)), window=window)

@@ -174,14 +174,7 @@ class CycleModel(LanguageModule):
         return self._head(hidden, labels_BN)
 
     def _streams(self, positions_BN: torch.Tensor, document_lengths: tuple[tuple[int, ...], ...]) -> MicrobatchStreams:
-        method = self.schedule.method
-        layout = StreamLayout(
-            positions_BN=positions_BN,
-            document_lengths=document_lengths,
-            cycle_length=method.cycle_length,
-            history=method.history,
-            block_attention=method.block_attention,
-        )
+        layout = StreamLayout(positions_BN=positions_BN, document_lengths=document_lengths, method=self.schedule.method)
         return MicrobatchStreams(backend=make_backend(self.backend_name, layout), angles=self.rotary_angles(positions_BN))
 
     def _embed(self, tokens_BN: torch.Tensor, positions_BN: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -32,15 +32,30 @@ def test_history_picture_of_other_cycle_lengths():
     assert history_picture(1, variant="bidirectional-refresh", cycle_length=3) == "[100]"
 
 
+@pytest.mark.parametrize(
+    ("variant", "window", "picture"),
+    [
+        ("vanilla", 6, "[11] [1111]"),
+        ("causal-norefresh", 6, "[00] [1000]"),
+        ("causal-refresh", 6, "[11] [1000]"),
+        ("causal-refresh", 8, "[1111] [1000]"),
+        ("bidirectional-refresh", 3, "[000]"),
+    ],
+)
+def test_history_picture_under_a_window_keeps_cycles_apart(variant, window, picture):
+    assert history_picture(12, variant=variant, cycle_length=4, window=window) == picture
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 6])
 @pytest.mark.parametrize("cycle_length", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_mask_grid_is_the_specification(variant, cycle_length):
+def test_mask_grid_is_the_specification(variant, cycle_length, window):
     lengths = [2 * cycle_length, cycle_length]
     slots = walk("shadow", lengths, cycle_length)
     if variant.endswith("-refresh"):
         slots = walk("real", lengths, cycle_length) + slots
-    want = [[may_read(query, key, variant) for key in slots] for query in slots]
-    assert mask_grid(lengths, variant=variant, cycle_length=cycle_length).sees.tolist() == want
+    want = [[may_read(query, key, variant, window) for key in slots] for query in slots]
+    assert mask_grid(lengths, variant=variant, cycle_length=cycle_length, window=window).sees.tolist() == want
 
 
 def test_mask_grid_completes_each_document():

@@ -33,9 +33,11 @@ def walk(stream: str, document_lengths: Sequence[int], cycle_length: int) -> lis
     return slots
 
 
-def may_read(query: Slot, key: Slot, variant: str) -> bool:
-    """Whether `query` may read `key`."""
+def may_read(query: Slot, key: Slot, variant: str, window: int | None = None) -> bool:
+    """Whether `query` may read `key`; a `window` of w hides what lies w or more positions before the query."""
     if query.document != key.document:
+        return False
+    if window is not None and key.position <= query.position - window:
         return False
     if query.stream == "real":
         return key.stream == "real" and key.position <= query.position

@@ -28,6 +28,15 @@ def test_it_prints_the_forward_that_begins_a_cycle_in_decoding(capsys):
     assert capsys.readouterr().out == decoding_picture(1, variant="causal-norefresh", cycle_length=3) + "\n"
 
 
+def test_a_window_hides_what_lies_before_it(capsys):
+    assert main(["--variant", "causal-refresh", "--documents", "12", "--window", "6"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("[11] [1000]\n")
+    assert printed.endswith(mask_picture([12], variant="causal-refresh", cycle_length=4, window=6) + "\n")
+    assert main(["--variant", "causal-refresh", "--decode-cycle", "2", "--window", "6"]) == 0
+    assert capsys.readouterr().out == decoding_picture(2, variant="causal-refresh", cycle_length=4, window=6) + "\n"
+
+
 def test_it_draws_a_png_on_request(tmp_path, capsys):
     png = tmp_path / "mask.png"
     assert main(["--documents", "4", "--png", str(png)]) == 0
@@ -41,6 +50,7 @@ def test_it_draws_a_png_on_request(tmp_path, capsys):
         (["--documents", "8,x"], "found: --documents '8,x'"),
         (["--documents", "0"], "found: --documents '0'"),
         (["--documents", ""], "found: --documents ''"),
+        (["--window", "-1"], "found: --window -1"),
         (["--cycle-length", "0"], "found: --cycle-length 0"),
         (["--variant", "vanilla", "--decode-cycle", "0"], "found: --decode-cycle with vanilla"),
         (["--decode-cycle", "0", "--png", "mask.png"], "found: --decode-cycle with --png"),
