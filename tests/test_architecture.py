@@ -34,6 +34,8 @@ ORDER = (
     "launch",
     "quickstart",
 )
+#: folders of a room, likewise
+FOLDERS = {"data": ("batches", "corpora")}
 #: rooms in which ranks run, and Megatron with them
 MEGATRON_ROOMS = {"platform", "parallel", "models", "data", "weights", "training", "rl"}
 #: torch.cuda is asked in `platform`; Transformer Engine's backend and CUDA graphs exist on CUDA alone
@@ -145,6 +147,15 @@ def test_a_module_imports_from_lower_rooms_only(path):
     room, others = room_of(path), rooms_in(imports_of(path))
     allowed = set() if room == "__init__" else {*ORDER[: ORDER.index(room)], room}
     assert others <= allowed
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if room_of(path) in FOLDERS], ids=name_of)
+def test_a_folder_imports_from_lower_folders_of_its_room_only(path):
+    room, order = room_of(path), FOLDERS[room_of(path)]
+    inside = [name.split(".") for name in imports_of(path) if name.startswith(f"megatron_dmtd.{room}.")]
+    folder = path.relative_to(PACKAGE / room).parts[0]
+    allowed = order[: order.index(folder) + 1] if folder in order else ()
+    assert {parts[2] for parts in inside} & set(order) <= set(allowed)
 
 
 def test_no_files_import_each_other_in_a_circle():

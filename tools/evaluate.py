@@ -70,7 +70,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def read_documents(options: argparse.Namespace) -> list[list[int]]:
     """Token ids of the documents, cut to `max_length`. Raises `DataError` if none is long enough for a prompt."""
     if options.data is not None:
-        from megatron_dmtd.data.token_file import TokenFile
+        from megatron_dmtd.data.batches.token_file import TokenFile
 
         stored = TokenFile(options.data)
         lengths = stored.lengths(0, min(options.documents, len(stored))).tolist()

@@ -24,9 +24,9 @@ import sys
 from collections.abc import Sequence
 from typing import get_args
 
-from megatron_dmtd.data.documents import RecordKeys
-from megatron_dmtd.data.preprocess import PreprocessOptions, Result, preprocess
-from megatron_dmtd.data.sources import open_inputs
+from megatron_dmtd.data.corpora.documents import RecordKeys
+from megatron_dmtd.data.corpora.preprocess import PreprocessOptions, Result, preprocess
+from megatron_dmtd.data.corpora.sources import open_inputs
 from megatron_dmtd.errors import DMTDError
 
 _INPUTS = (
@@ -108,7 +108,7 @@ def _report(result: Result) -> int:
 
 
 def _merge(arguments: Sequence[str]) -> int:
-    from megatron_dmtd.data.merge import merge
+    from megatron_dmtd.data.corpora.merge import merge
 
     parser = argparse.ArgumentParser(
         prog="preprocess.py merge",
@@ -133,7 +133,7 @@ def _merge(arguments: Sequence[str]) -> int:
 
 
 def _verify(arguments: Sequence[str]) -> int:
-    from megatron_dmtd.data.verify import verify
+    from megatron_dmtd.data.corpora.verify import verify
 
     parser = argparse.ArgumentParser(prog="preprocess.py verify", description="Check token files against their manifests.")
     parser.add_argument("prefix", nargs="+")
@@ -149,7 +149,7 @@ def _verify(arguments: Sequence[str]) -> int:
 
 
 def _inspect(arguments: Sequence[str]) -> int:
-    from megatron_dmtd.data.verify import inspect
+    from megatron_dmtd.data.corpora.verify import inspect
 
     parser = argparse.ArgumentParser(
         prog="preprocess.py inspect",
@@ -171,8 +171,8 @@ def _inspect(arguments: Sequence[str]) -> int:
 
 
 def _packing(arguments: Sequence[str]) -> int:
-    from megatron_dmtd.data.dataset import PackedDataset
-    from megatron_dmtd.data.packing import Packing
+    from megatron_dmtd.data.batches.dataset import PackedDataset
+    from megatron_dmtd.data.batches.packing import Packing
 
     parser = argparse.ArgumentParser(
         prog="preprocess.py packing", description="Show how much padding and how many cut documents each packing method causes."

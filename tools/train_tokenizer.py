@@ -11,9 +11,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_dmtd.data.documents import RecordKeys, check_fraction, in_split
-from megatron_dmtd.data.sources import open_source
-from megatron_dmtd.data.tokenizer import train_bpe
+from megatron_dmtd.data.corpora.documents import RecordKeys, check_fraction, in_split
+from megatron_dmtd.data.corpora.sources import open_source
+from megatron_dmtd.data.corpora.tokenizer import train_bpe
 from megatron_dmtd.errors import DMTDError
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dmtd.config import CycleConfig
-from megatron_dmtd.data.tokenizer import control_ids, load_tokenizer
+from megatron_dmtd.data.corpora.tokenizer import control_ids, load_tokenizer
 from megatron_dmtd.errors import ConversionError, Refusal
 from megatron_dmtd.infra.json_files import read_object
 

@@ -1,1 +1,1 @@
-"""From documents to batches: sources, tokenising, token files, packing and resumable loading."""
+"""From documents to batches: `corpora/` makes token files of documents, `batches/` makes batches of token files."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from megatron_dmtd.data.token_file import TokenFile
+from megatron_dmtd.data.batches.token_file import TokenFile
 from megatron_dmtd.errors import DataError
 from megatron_dmtd.inference import Engine, EngineConfig, SamplingParams
 from megatron_dmtd.infra.files import write_atomically

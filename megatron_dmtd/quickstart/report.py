@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dmtd.config import Config
-from megatron_dmtd.data.manifest import read_manifest
+from megatron_dmtd.data.batches.manifest import read_manifest
 from megatron_dmtd.errors import DataError, Refusal
 from megatron_dmtd.infra.files import replacing, write_atomically
 from megatron_dmtd.infra.json_files import read_object

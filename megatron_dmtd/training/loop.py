@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_dmtd.config import Config, to_dict
-from megatron_dmtd.data.dataset import RowSource
+from megatron_dmtd.data.batches.dataset import RowSource
 from megatron_dmtd.errors import CheckpointError, ConfigError, DMTDError
 from megatron_dmtd.parallel.groups import rank_of_environment, world_size_of_environment
 from megatron_dmtd.platform import Platform

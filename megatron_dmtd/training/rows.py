@@ -14,10 +14,10 @@ from typing import Any
 from megatron.core import parallel_state
 
 from megatron_dmtd.config import Config, batch_size
-from megatron_dmtd.data.blending import BlendedDataset
-from megatron_dmtd.data.dataset import PackedDataset, RowSource
-from megatron_dmtd.data.loader import batches, prefetched
-from megatron_dmtd.data.verify import check_tokenizer
+from megatron_dmtd.data.batches.blending import BlendedDataset
+from megatron_dmtd.data.batches.dataset import PackedDataset, RowSource
+from megatron_dmtd.data.batches.loader import batches, prefetched
+from megatron_dmtd.data.corpora.verify import check_tokenizer
 from megatron_dmtd.errors import ConfigError
 from megatron_dmtd.training.objectives import Microbatch, Objective
 from megatron_dmtd.training.state import RunState

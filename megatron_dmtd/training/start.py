@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_dmtd.config import Config, validate
-from megatron_dmtd.data.tokenizer import check_mask
+from megatron_dmtd.data.corpora.tokenizer import check_mask
 from megatron_dmtd.errors import ConfigError, DMTDError
 from megatron_dmtd.parallel.groups import init_parallel, rank_of_environment
 from megatron_dmtd.platform import Platform

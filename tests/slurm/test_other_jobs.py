@@ -8,8 +8,8 @@ import httpx
 import numpy as np
 import pytest
 
-from megatron_dmtd.data.token_file import TokenFile
-from megatron_dmtd.data.tokenizer import train_bpe
+from megatron_dmtd.data.batches.token_file import TokenFile
+from megatron_dmtd.data.corpora.tokenizer import train_bpe
 from tests.slurm.conftest import ROOT
 from tests.support.slurm import wait_until
 from tests.tools.text_model import save_text_model

@@ -67,7 +67,7 @@ def _noise(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
 
 def save_tokenizer(directory: Path, *, vocab_size: int = 300) -> Path:
     """A byte-level BPE with EOS 0, PAD 1 and MASK 2, trained on a few sentences."""
-    from megatron_dmtd.data.tokenizer import train_bpe
+    from megatron_dmtd.data.corpora.tokenizer import train_bpe
 
     text = ["A cycle begins with its head, and the parallel layers look ahead of it.", "The capital of France is Paris."]
     train_bpe(text, vocab_size=vocab_size, output_dir=directory, min_frequency=1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken
 
-from megatron_dmtd.data.tokenizer import load_tokenizer, train_bpe
+from megatron_dmtd.data.corpora.tokenizer import load_tokenizer, train_bpe
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

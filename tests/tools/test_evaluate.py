@@ -49,7 +49,7 @@ def test_a_model_agrees_with_itself_on_a_token_file(folder, tmp_path):
 
 
 def write_token_file(prefix, documents) -> None:
-    from megatron_dmtd.data.token_file import write_index
+    from megatron_dmtd.data.batches.token_file import write_index
 
     np.concatenate([np.array(document, np.uint16) for document in documents]).tofile(f"{prefix}.bin")
     lengths = prefix.with_suffix(".lengths")

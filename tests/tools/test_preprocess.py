@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dmtd.data.manifest import read_manifest
-from megatron_dmtd.data.tokenizer import train_bpe
+from megatron_dmtd.data.batches.manifest import read_manifest
+from megatron_dmtd.data.corpora.tokenizer import train_bpe
 from tools.preprocess import main
 
 
@@ -125,7 +125,7 @@ def test_verify_finds_a_changed_token_and_gives_status_1(arguments, tmp_path, ca
 
 
 def test_an_interrupted_command_says_how_to_resume(arguments, tmp_path, capsys, monkeypatch):
-    import megatron_dmtd.data.preprocess as room
+    import megatron_dmtd.data.corpora.preprocess as room
 
     def interrupted(*_):
         raise KeyboardInterrupt

@@ -1,7 +1,7 @@
 import pytest
 
-from megatron_dmtd.data.documents import is_heldout
-from megatron_dmtd.data.tokenizer import load_tokenizer
+from megatron_dmtd.data.corpora.documents import is_heldout
+from megatron_dmtd.data.corpora.tokenizer import load_tokenizer
 from tools.train_tokenizer import main
 
 

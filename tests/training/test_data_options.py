@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from megatron_dmtd.config import Config
-from megatron_dmtd.data.blending import BlendedDataset
-from megatron_dmtd.data.dataset import PackedDataset
-from megatron_dmtd.data.tokenizer import tokenizer_sha256, train_bpe
+from megatron_dmtd.data.batches.blending import BlendedDataset
+from megatron_dmtd.data.batches.dataset import PackedDataset
+from megatron_dmtd.data.corpora.tokenizer import tokenizer_sha256, train_bpe
 from megatron_dmtd.errors import DataError
 from megatron_dmtd.training import start
 from megatron_dmtd.training.rows import open_corpora

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from megatron_dmtd.data.batch import Batch
+from megatron_dmtd.data.batches.batch import Batch
 from megatron_dmtd.parallel.groups import init_parallel
 from megatron_dmtd.platform import prepare_megatron
 from megatron_dmtd.training.setup import build_run

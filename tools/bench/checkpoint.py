@@ -96,7 +96,7 @@ def _config(model: ModelConfig, folder: Path) -> Config:
 def _batches(config: Config) -> Any:
     import torch
 
-    from megatron_dmtd.data.batch import Batch
+    from megatron_dmtd.data.batches.batch import Batch
 
     length = config.data.seq_length
     tokens_BN = torch.arange(2, 2 + length).unsqueeze(0)

@@ -20,9 +20,9 @@ import time
 from pathlib import Path
 from typing import get_args
 
-from megatron_dmtd.data.dataset import PackedDataset
-from megatron_dmtd.data.loader import batches, prefetched
-from megatron_dmtd.data.packing import Packing
+from megatron_dmtd.data.batches.dataset import PackedDataset
+from megatron_dmtd.data.batches.loader import batches, prefetched
+from megatron_dmtd.data.batches.packing import Packing
 
 
 def measure(dataset: PackedDataset, *, micro_batch_size: int, num_batches: int, first_row: int, depth: int) -> float:

@@ -46,7 +46,7 @@ def plain_loop(source: str, tokenizer_dir: str, prefix: str, *, num_workers: int
     """The plain loop; returns the seconds between the first document and the last."""
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    from megatron_dmtd.data.tokenizer import control_ids, encoder_json, load_tokenizer, vocabulary_size
+    from megatron_dmtd.data.corpora.tokenizer import control_ids, encoder_json, load_tokenizer, vocabulary_size
 
     tokenizer = load_tokenizer(tokenizer_dir)
     control = control_ids(tokenizer)
@@ -66,8 +66,8 @@ def plain_loop(source: str, tokenizer_dir: str, prefix: str, *, num_workers: int
 
 def ours(source: str, tokenizer_dir: str, prefix: str, *, num_workers: int) -> float:
     """Our own run; returns the seconds from the choice of the encoder, when the work begins, to the finished files."""
-    from megatron_dmtd.data.preprocess import PreprocessOptions, preprocess
-    from megatron_dmtd.data.sources import open_inputs
+    from megatron_dmtd.data.corpora.preprocess import PreprocessOptions, preprocess
+    from megatron_dmtd.data.corpora.sources import open_inputs
 
     began: list[float] = []
     options = PreprocessOptions(tokenizer_dir=tokenizer_dir, output_prefix=prefix, num_workers=num_workers, overwrite=True)
@@ -77,11 +77,11 @@ def ours(source: str, tokenizer_dir: str, prefix: str, *, num_workers: int) -> f
 
 def worker_rates(source: str, tokenizer_dir: str) -> dict[str, float]:
     """Tokens per CPU second of one worker of each kind, lines parsed, ids compared: a figure that other work hardly changes."""
-    from megatron_dmtd.data.encoding import BlockEncoder, EncodingJob
-    from megatron_dmtd.data.fast_encoder import fast_model
-    from megatron_dmtd.data.inputs import BLOCK_BYTES
-    from megatron_dmtd.data.sources import open_inputs
-    from megatron_dmtd.data.tokenizer import control_ids, encoder_json, load_tokenizer, vocabulary_size
+    from megatron_dmtd.data.corpora.encoding import BlockEncoder, EncodingJob
+    from megatron_dmtd.data.corpora.fast_encoder import fast_model
+    from megatron_dmtd.data.corpora.inputs import BLOCK_BYTES
+    from megatron_dmtd.data.corpora.sources import open_inputs
+    from megatron_dmtd.data.corpora.tokenizer import control_ids, encoder_json, load_tokenizer, vocabulary_size
 
     tokenizer = load_tokenizer(tokenizer_dir)
     control = control_ids(tokenizer)

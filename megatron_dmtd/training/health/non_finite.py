@@ -34,7 +34,7 @@ class BadNumbers(DMTDError):
 
 
 def rows_of_microbatch(run: RunState, microbatch: int) -> list[int]:
-    """Rows of a microbatch of the step that comes next on this rank, by the rule of `data/loader.py`."""
+    """Rows of a microbatch of the step that comes next on this rank, by the rule of `data/batches/loader.py`."""
     micro_batch_size = run.config.training.micro_batch_size
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     begin = run.rows + (microbatch * ranks + rank) * micro_batch_size

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from megatron_dmtd.config import Config
-from megatron_dmtd.data.batch import Batch
-from megatron_dmtd.data.dataset import Row
-from megatron_dmtd.data.loader import collate
+from megatron_dmtd.data.batches.batch import Batch
+from megatron_dmtd.data.batches.dataset import Row
+from megatron_dmtd.data.batches.loader import collate
 from megatron_dmtd.training.metrics import PhaseLoss
 from megatron_dmtd.training.objectives.protocol import MicrobatchLoss
 

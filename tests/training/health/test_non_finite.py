@@ -154,7 +154,7 @@ def test_a_jump_of_the_loss_is_a_spike_and_noise_is_not() -> None:
 
 
 def _rows_match(config: Config) -> bool:
-    from megatron_dmtd.data.loader import collate
+    from megatron_dmtd.data.batches.loader import collate
     from megatron_dmtd.platform import prepare_megatron
     from megatron_dmtd.training import rows, start
     from megatron_dmtd.training.health.non_finite import rows_of_microbatch

@@ -1,0 +1,1 @@
+"""Online: token files, their packing into rows, and the batches that training takes."""

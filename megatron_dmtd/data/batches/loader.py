@@ -1,0 +1,122 @@
+"""Microbatches of one data-parallel rank, in order, from any row on.
+
+A global batch holds the G rows that follow the batch before it, however many ranks share them, so a run may be resumed on
+another number of ranks. G may change during a run: it is asked for by the number of rows before the batch. Tensor- and
+pipeline-parallel ranks of one replica ask for the same rows and read the same data: nothing is broadcast. All randomness is the
+dataset's, and there is no state but the next row. `prefetched` reads ahead on a thread of its own, which changes no batch.
+
+Shape legend: B rows, N slots per row; G rows per global batch.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_dmtd.data.batches.batch import Batch
+from megatron_dmtd.data.batches.dataset import Row, RowSource
+
+
+def collate(rows: Sequence[Row]) -> Batch:
+    """The rows as one batch, in order."""
+    return Batch(
+        tokens_BN=torch.from_numpy(np.stack([row.tokens_N for row in rows])),
+        labels_BN=torch.from_numpy(np.stack([row.labels_N for row in rows])),
+        loss_mask_BN=torch.from_numpy(np.stack([row.loss_mask_N for row in rows])),
+        positions_BN=torch.from_numpy(np.stack([row.positions_N for row in rows])),
+        document_lengths=tuple(row.document_lengths for row in rows),
+    )
+
+
+def batches(
+    dataset: RowSource,
+    *,
+    first_row: int,
+    rows_of_batch: Callable[[int], int],
+    micro_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    end_row: int | None = None,
+    make_batch: Callable[[Sequence[Any]], Any] = collate,
+) -> Iterator[Any]:
+    """The rank's microbatches of the global batches from row `first_row` on; that at row i has `rows_of_batch(i)` rows, its G.
+
+    Each global batch gives every rank the same number of microbatches, `G / (micro_batch_size * data_parallel_size)`. In each,
+    the ranks take `micro_batch_size` rows one after the other. `first_row` is the number of rows consumed so far, by all ranks.
+
+    Without `end_row` the batches never end: epochs roll over. With it, the batches end at the row before it, and rows without a
+    target complete the last global batch, so that all ranks still take equally many steps (a pass over a held-out corpus).
+    `make_batch` makes a microbatch of its rows.
+    """
+    rows_of_all = micro_batch_size * data_parallel_size
+    assert micro_batch_size > 0, micro_batch_size
+    assert 0 <= data_parallel_rank < data_parallel_size, (data_parallel_rank, data_parallel_size)
+    assert first_row >= 0, first_row
+
+    def size_at(row: int) -> int:
+        size = rows_of_batch(row)
+        assert size > 0 and size % rows_of_all == 0, (
+            f"global batch of {size} rows, {micro_batch_size} rows x {data_parallel_size} ranks"
+        )
+        return size
+
+    def generate() -> Iterator[Any]:
+        batch_begin = first_row
+        while end_row is None or batch_begin < end_row:
+            batch_end = batch_begin + size_at(batch_begin)
+            for microbatch_begin in range(batch_begin, batch_end, rows_of_all):
+                begin = microbatch_begin + data_parallel_rank * micro_batch_size
+                indices = range(begin, begin + micro_batch_size)
+                yield make_batch([dataset[i] if end_row is None or i < end_row else dataset.padding_row() for i in indices])
+            batch_begin = batch_end
+
+    size_at(first_row)  # now, not when the first batch is asked for
+    return generate()
+
+
+def prefetched(iterator: Iterator[Any], *, depth: int) -> Iterator[Any]:
+    """The batches of `iterator`, up to `depth` of them read ahead by a thread, so that a slow disk is waited for only when it is
+    slower than training for that long. 0 reads without a thread. What reading raises is raised where its batch is asked for.
+    """
+    return iterator if depth == 0 else _read_ahead(iterator, depth)
+
+
+def _read_ahead(iterator: Iterator[Any], depth: int) -> Iterator[Any]:
+    ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(depth)
+    stopped = threading.Event()
+
+    def put(item: Any) -> None:
+        while not stopped.is_set():
+            try:
+                return ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def read() -> None:
+        try:
+            for batch in iterator:
+                put((batch, None))
+                if stopped.is_set():
+                    return
+            put((None, None))
+        except BaseException as error:
+            put((None, error))
+
+    thread = threading.Thread(target=read, name="read ahead", daemon=True)
+    thread.start()
+    try:
+        while True:
+            batch, error = ready.get()
+            if error is not None:
+                raise error
+            if batch is None:
+                return
+            yield batch
+    finally:
+        stopped.set()
+        thread.join()
