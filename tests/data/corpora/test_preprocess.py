@@ -479,11 +479,11 @@ def test_a_full_disk_is_an_error_that_says_how_to_go_on(tmp_path, options):
 def test_the_killed_command_goes_on_to_the_same_bytes_and_leaves_no_process(tmp_path, options, tokenizer_dir):
     generator = random.Random(0)
     path = write_lines(tmp_path / "texts.jsonl", [generator.randbytes(3000).hex() for _ in range(2500)])  # 15 MB: four blocks
-    tool = str(Path(__file__).parents[2] / "tools" / "preprocess.py")
+    tool = str(Path(__file__).parents[3] / "tools" / "preprocess.py")
     prefix = str(tmp_path / "out" / "c")
     command = [sys.executable, tool, "--input", str(path), "--tokenizer", tokenizer_dir, "--output", prefix, "--no-progress"]
     command += ["--workers", "2", "--save-seconds", "0"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
     deadline = time.monotonic() + 120
     while not (tmp_path / "out" / "c.partial" / "state.json").exists():

@@ -103,7 +103,7 @@ def is_running(pid):
 @pytest.mark.parametrize("busy", [True, False])
 def test_workers_end_when_their_parent_is_killed_and_leave_its_output_closed(tmp_path, busy):
     script = tmp_path / "parent.py"
-    script.write_text(PARENT.format(root=str(Path(__file__).parents[2]), busy=busy))
+    script.write_text(PARENT.format(root=str(Path(__file__).parents[3]), busy=busy))
     parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     workers = [int(pid) for pid in parent.stdout.readline().split()]
