@@ -23,6 +23,8 @@ FAMILY_DEFAULTS = {
     "tie_word_embeddings": True,
 }
 ROPE_THETA = 1_000_000.0
+#: Kinds of attention in `layer_types`.
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def refusal(*, found: str, required: str, remedy: str) -> ValueError:
@@ -41,6 +43,8 @@ class DMTDQwen3Config(Qwen3Config):
         dmtd_history_mode: What earlier cycles look like to the parallel layers: `"shadow"` (the default) or `"real"`.
         dmtd_block_attention: Attention among the slots of one cycle: `"causal"` (the default) or `"bidirectional"`.
         qk_norm: RMSNorm on each query and key head: true for Qwen3-like decoders, false for Llama-like ones.
+        attention_output_bias: Bias of the attention's output projection. Left out: as `attention_bias`, which is that of queries,
+            keys and values.
         kwargs: The fields of `Qwen3Config`. `num_hidden_layers` may be omitted: it is the sum of both kinds of layers. Other
             fields default to those of Qwen3-4B, as in every runtime of this family.
 
@@ -62,6 +66,7 @@ class DMTDQwen3Config(Qwen3Config):
         dmtd_history_mode: str | None = None,
         dmtd_block_attention: str | None = None,
         qk_norm: bool = True,
+        attention_output_bias: bool | None = None,
         **kwargs,
     ) -> None:
         kwargs.setdefault("num_hidden_layers", num_parallel_layers + num_sequential_layers)
@@ -76,6 +81,7 @@ class DMTDQwen3Config(Qwen3Config):
         self.dmtd_history_mode = "shadow" if dmtd_history_mode is None else dmtd_history_mode
         self.dmtd_block_attention = "causal" if dmtd_block_attention is None else dmtd_block_attention
         self.qk_norm = qk_norm
+        self.attention_output_bias = self.attention_bias if attention_output_bias is None else attention_output_bias
         self.check()
 
     @staticmethod
@@ -88,6 +94,13 @@ class DMTDQwen3Config(Qwen3Config):
                 required="num_parallel_layers and num_sequential_layers: these models look ahead in every cycle",
                 remedy="load the model with the code it was published with",
             )
+
+    def layer_window(self, layer: int) -> int | None:
+        """Keys that a query of a layer sees at most, itself included; None: all that the cycles show it."""
+        kinds = getattr(self, "layer_types", None)  # transformers before 4.53 has none
+        if kinds is None:
+            return self.sliding_window if self.use_sliding_window and layer >= self.max_window_layers else None
+        return self.sliding_window if kinds[layer] == SLIDING else None
 
     def check(self) -> None:
         """Accept the fields as they stand, or raise `ValueError`. The model calls it too, since fields can be assigned later."""
@@ -124,12 +137,14 @@ class DMTDQwen3Config(Qwen3Config):
                 required="query heads in whole groups per key and value head",
                 remedy="set num_key_value_heads to a divisor of num_attention_heads",
             )
-        if self.use_sliding_window or "sliding_attention" in (getattr(self, "layer_types", None) or ()):
-            raise refusal(
-                found="sliding-window attention",
-                required="full attention in every layer: cycles of a sliding window are not defined",
-                remedy="set use_sliding_window=False and leave out layer_types",
-            )
+        for kind in getattr(self, "layer_types", None) or ():
+            is_windowed = kind == SLIDING
+            if kind not in (FULL, SLIDING) or (is_windowed and not self.sliding_window):
+                raise refusal(
+                    found=f"{kind!r} in layer_types with sliding_window={self.sliding_window}",
+                    required=f"{FULL!r}, or {SLIDING!r} with use_sliding_window=True and a sliding_window of 1 or more",
+                    remedy="set the three fields to one choice",
+                )
         if self.attention_dropout:
             raise refusal(found=f"attention_dropout={self.attention_dropout}", required="0.0", remedy="set attention_dropout=0.0")
 

@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from .configuration_dmtd_qwen3 import DMTDQwen3Config, refusal
-from .dmtd_cycles import complete_length, cycle_id
+from .dmtd_cycles import parallel_entries
 
 FIRST_CAPACITY = 64
 
@@ -51,9 +51,7 @@ class DMTDCache(Cache):
         """Number of entries of each row in use at one layer."""
         if layer >= self.num_parallel_layers:
             return list(self.lengths)
-        if self.history == "shadow":
-            return [complete_length(length, self.cycle_length) for length in self.lengths]
-        return [cycle_id(length - 1, self.cycle_length) * self.cycle_length for length in self.lengths]
+        return [parallel_entries(length, cycle_length=self.cycle_length, history=self.history) for length in self.lengths]
 
     def row(self, layer: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V `[T, G, E]` of one row at one layer, by position."""
@@ -112,7 +110,7 @@ class DMTDCache(Cache):
 
     @property
     def is_sliding(self) -> list[bool]:
-        """No layer has a sliding window."""
+        """No layer drops what has left its window: masks hide it."""
         return [False] * self.num_layers
 
     @property

@@ -86,7 +86,13 @@ def rotate(x_BTHE: torch.Tensor, cos_BTE: torch.Tensor, sin_BTE: torch.Tensor) -
 
 
 def attend(
-    q_BQHE: torch.Tensor, k_BKGE: torch.Tensor, v_BKGE: torch.Tensor, visibility: Visibility, *, first_query: int
+    q_BQHE: torch.Tensor,
+    k_BKGE: torch.Tensor,
+    v_BKGE: torch.Tensor,
+    visibility: Visibility,
+    *,
+    first_query: int,
+    window: int | None,
 ) -> torch.Tensor:
     """Attention of the pass's queries from `first_query` on, over the keys that they may see.
 
@@ -96,7 +102,7 @@ def attend(
     groups = k_BKGE.shape[2]
     k_BGKE, v_BGKE = k_BKGE.transpose(1, 2), v_BKGE.transpose(1, 2)
     outputs = []
-    for start, stop, mask_bQK in visibility.blocks(first_query):
+    for start, stop, mask_bQK in visibility.blocks(first_query, window):
         block = q_BQHE[:, start - first_query : stop - first_query].unflatten(2, (groups, heads // groups))
         folded = block.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, G, H/G * Q, E]
         mask = mask_bQK.repeat(1, heads // groups, 1)[:, None]
@@ -111,13 +117,14 @@ class DMTDQwen3Attention(nn.Module):
     def __init__(self, config: DMTDQwen3Config, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
+        self.window = config.layer_window(layer)
         assert config.num_key_value_heads is not None  # set by Qwen3Config
         query_size, key_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         bias = config.attention_bias
         self.q_proj = nn.Linear(config.hidden_size, query_size, bias=bias)
         self.k_proj = nn.Linear(config.hidden_size, key_size, bias=bias)
         self.v_proj = nn.Linear(config.hidden_size, key_size, bias=bias)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_output_bias)
         self.has_qk_norm = config.qk_norm
         if config.qk_norm:
             self.q_norm = DMTDQwen3RMSNorm(config.head_dim, config.rms_norm_eps)
@@ -132,7 +139,7 @@ class DMTDQwen3Attention(nn.Module):
         q_BQHE = rotate(q_BQHE, run.cos_BTE[:, num_key_only:], run.sin_BTE[:, num_key_only:])
         k_BTGE = rotate(k_BTGE, run.cos_BTE, run.sin_BTE)
         k_BKGE, v_BKGE = run.exchange(self.layer, k_BTGE, v_BTGE)
-        out_BQHE = attend(q_BQHE, k_BKGE, v_BKGE, run.visibility, first_query=num_key_only)
+        out_BQHE = attend(q_BQHE, k_BKGE, v_BKGE, run.visibility, first_query=num_key_only, window=self.window)
         return self.o_proj(out_BQHE.flatten(2))
 
 

@@ -60,24 +60,24 @@ class Visibility:
         self.queries, self.keys, self.config = queries, keys, config
         self.num_queries = queries.position_BT.shape[1]
         self._keep = queries.position_BT.numel() * keys.position_BT.shape[1] <= KEPT_MASK_ELEMENTS
-        self._kept: dict[tuple[int, int], torch.Tensor] = {}
+        self._kept: dict[tuple[int, int, int | None], torch.Tensor] = {}
 
     def on(self, device: torch.device) -> Visibility:
         """The same rule on `device`."""
         return Visibility(self.queries.on(device), self.keys.on(device), self.config)
 
-    def blocks(self, first_query: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """`(start, stop, mask [B, stop - start, K])` for the queries from `first_query` on."""
+    def blocks(self, first_query: int, window: int | None = None) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """`(start, stop, mask [B, stop - start, K])` for the queries from `first_query` on, in a layer with that window."""
         for start in range(first_query, self.num_queries, QUERY_BLOCK):
             stop = min(start + QUERY_BLOCK, self.num_queries)
-            mask_BQK = self._kept.get((start, stop))
+            mask_BQK = self._kept.get((start, stop, window))
             if mask_BQK is None:
-                mask_BQK = self.mask(start, stop)
+                mask_BQK = self.mask(start, stop, window)
                 if self._keep:
-                    self._kept[start, stop] = mask_BQK
+                    self._kept[start, stop, window] = mask_BQK
             yield start, stop, mask_BQK
 
-    def mask(self, start: int, stop: int) -> torch.Tensor:
+    def mask(self, start: int, stop: int, window: int | None = None) -> torch.Tensor:
         """Whether each query slot of `[start, stop)` may read each key slot: bool `[B, stop - start, K]`."""
         query, key = self.queries, self.keys
         return visible(
@@ -90,6 +90,7 @@ class Visibility:
             cycle_length=self.config.mtp_horizon,
             history=self.config.dmtd_history_mode,
             block_attention=self.config.dmtd_block_attention,
+            window=window,
         )
 
 

@@ -23,7 +23,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from .configuration_dmtd_qwen3 import DMTDQwen3Config, refusal
 from .dmtd_cache import DMTDCache
-from .dmtd_cycles import cycle_id, is_cycle_head, phase, shadow_ids
+from .dmtd_cycles import cycle_start, is_cycle_head, phase, shadow_ids
 from .dmtd_layers import DMTDQwen3DecoderLayer, DMTDQwen3RMSNorm, KeyValueExchange, Pass, RotaryAngles
 from .dmtd_slots import Columns, CompleteLayout, Slots, Visibility, complete_layout, read_columns
 
@@ -148,7 +148,7 @@ class DMTDQwen3Model(DMTDQwen3PreTrainedModel):
     def _keep_current_cycle(self, layout: CompleteLayout, parallel_BNX: torch.Tensor, cache: DMTDCache) -> None:
         """Save the shadow hidden states and the tokens of each row's last cycle (docs/method.md, section 6.2)."""
         cycle_length = self.config.mtp_horizon
-        start_B = torch.tensor([cycle_id(length - 1, cycle_length) * cycle_length for length in cache.lengths])
+        start_B = torch.tensor([cycle_start(length - 1, cycle_length) for length in cache.lengths])
         slot_BC = (start_B[:, None] + torch.arange(cycle_length)).to(parallel_BNX.device)
         row_B1 = torch.arange(len(slot_BC), device=slot_BC.device)[:, None]
         cache.shadow_hidden_BCX = parallel_BNX[row_B1, slot_BC]

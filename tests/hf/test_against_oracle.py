@@ -3,14 +3,27 @@
 import pytest
 import torch
 
+from megatron_dmtd.architecture import RopeScaling, RotaryProfile
+from megatron_dmtd.architecture.rotary import attention_factor, inverse_frequencies
 from megatron_dmtd.hf import DMTDQwen3Config, DMTDQwen3ForCausalLM
 from tests.hf.tiny import decoded_logits
 from tests.oracles.parallel_dmtd import FOUR_VARIANTS, Shape, cycled_decode, random_weights, teacher_forced_logits
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+YARN_PROFILE = RotaryProfile(theta=10_000.0, scaling=RopeScaling(**YARN))
 SHAPES = {
     "qwen3": Shape(num_layers=4, num_parallel_layers=2),
     "llama": Shape(
         num_layers=3, num_parallel_layers=1, qk_norm=False, tie_word_embeddings=False, cycle_length=3, mask_token_id=7
+    ),
+    "qwen2 with windows": Shape(num_layers=5, num_parallel_layers=3, qk_norm=False, qkv_bias=True, windows=(3, None, 3, 3, None)),
+    "all biases, one window, yarn": Shape(
+        num_parallel_layers=2,
+        qkv_bias=True,
+        output_bias=True,
+        windows=(6,) * 4,
+        frequencies=tuple(inverse_frequencies(YARN_PROFILE, 8).tolist()),
+        rope_factor=attention_factor(YARN_PROFILE.scaling),
     ),
 }
 IDS = [11, 4, 59, 23, 8, 8, 42, 17, 30, 5, 51, 2, 36]
@@ -18,6 +31,14 @@ each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 each_kind = pytest.mark.parametrize(("history", "block_attention"), FOUR_VARIANTS, ids=["-".join(kind) for kind in FOUR_VARIANTS])
 #: Float64 sums in another order, on logits of a few units.
 TOLERANCE = 1e-12
+
+
+def windows_of(shape: Shape) -> dict:
+    widths = {window for window in shape.windows if window is not None}
+    if not widths:
+        return {}
+    kinds = ["full_attention" if window is None else "sliding_attention" for window in shape.windows]
+    return {"use_sliding_window": True, "sliding_window": widths.pop(), "layer_types": kinds}
 
 
 def model_of(shape: Shape, weights: dict[str, torch.Tensor], history: str, block_attention: str) -> DMTDQwen3ForCausalLM:
@@ -36,8 +57,11 @@ def model_of(shape: Shape, weights: dict[str, torch.Tensor], history: str, block
         num_key_value_heads=shape.num_key_value_heads,
         head_dim=shape.head_dim,
         rms_norm_eps=shape.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        rope_parameters={"rope_theta": shape.rope_theta} | (YARN if shape.frequencies else {"rope_type": "default"}),
         tie_word_embeddings=shape.tie_word_embeddings,
+        attention_bias=shape.qkv_bias,
+        attention_output_bias=shape.output_bias,
+        **windows_of(shape),
     )
     model = DMTDQwen3ForCausalLM(config).double()
     missing = model.load_state_dict(weights, strict=False)

@@ -49,7 +49,8 @@ def test_the_rotary_base_is_read_from_either_field(changes):
         ({"dmtd_history_mode": "refresh"}, "dmtd_history_mode='refresh'"),
         ({"dmtd_block_attention": "full"}, "dmtd_block_attention='full'"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
-        ({"use_sliding_window": True, "sliding_window": 8}, "sliding-window"),
+        ({"layer_types": ["sliding_attention"] * 4}, "'sliding_attention' in layer_types with sliding_window=None"),
+        ({"layer_types": ["chunked_attention"] * 4}, "'chunked_attention' in layer_types"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
     ],
 )
@@ -64,3 +65,18 @@ def test_a_field_assigned_later_is_checked_when_the_model_is_made():
     config.dmtd_history_mode = "both"
     with pytest.raises(ValueError, match="dmtd_history_mode='both'"):
         DMTDQwen3ForCausalLM(config)
+
+
+def test_each_layer_has_the_window_that_the_fields_say():
+    plain = tiny_config("causal-refresh")
+    last = tiny_config("causal-refresh", use_sliding_window=True, sliding_window=8, max_window_layers=3)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    listed = tiny_config("causal-refresh", use_sliding_window=True, sliding_window=8, layer_types=kinds)
+    assert [plain.layer_window(layer) for layer in range(4)] == [None] * 4
+    assert [last.layer_window(layer) for layer in range(4)] == [None, None, None, 8]
+    assert [listed.layer_window(layer) for layer in range(4)] == [8, None, 8, None]
+
+
+def test_the_output_bias_is_as_the_others_unless_it_is_named():
+    assert tiny_config("causal-refresh", attention_bias=True).attention_output_bias
+    assert not tiny_config("causal-refresh", attention_bias=True, attention_output_bias=False).attention_output_bias

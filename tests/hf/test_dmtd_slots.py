@@ -75,7 +75,7 @@ def test_long_inputs_are_attended_in_blocks_of_queries_with_the_same_result(monk
     monkeypatch.setattr(dmtd_slots, "KEPT_MASK_ELEMENTS", kept)
     made = []
     mask = Visibility.mask
-    monkeypatch.setattr(Visibility, "mask", lambda self, start, stop: made.append((start, stop)) or mask(self, start, stop))
+    monkeypatch.setattr(Visibility, "mask", lambda self, *block: made.append(block) or mask(self, *block))
     torch.testing.assert_close(model(ids).logits, whole, rtol=0, atol=1e-11)
     # Blocks of two streams of 24 slots in layer 0, of the shadow stream alone in layer 1, of 23 columns in layers 2 and 3.
     assert len(made) == 10 + 5 + (5 if kept else 2 * 5)

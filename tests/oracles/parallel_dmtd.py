@@ -42,6 +42,14 @@ class Shape:
     rms_norm_eps: float = 1e-6
     qk_norm: bool = True
     tie_word_embeddings: bool = True
+    qkv_bias: bool = False
+    output_bias: bool = False
+    windows: tuple[int | None, ...] = ()
+    """Keys that a query of each layer sees at most, itself included; None: all. Empty: no layer has a window."""
+    frequencies: tuple[float, ...] = ()
+    """Radians per position of each pair of dimensions, where they are not those of `rope_theta`."""
+    rope_factor: float = 1.0
+    """Factor on cosines and sines."""
     cycle_length: int = 4
     mask_token_id: int = 60
 
@@ -82,6 +90,11 @@ def random_weights(shape: Shape, seed: int, scale: float = 2.0) -> Weights:
         weights[prefix + "mlp.down_proj.weight"] = linear(hidden, inner)
         weights[prefix + "input_layernorm.weight"] = norm(hidden)
         weights[prefix + "post_attention_layernorm.weight"] = norm(hidden)
+        if shape.qkv_bias:
+            for name, width in (("q", query_width), ("k", key_width), ("v", key_width)):
+                weights[f"{prefix}self_attn.{name}_proj.bias"] = normal(width, std=scale / 2)
+        if shape.output_bias:
+            weights[prefix + "self_attn.o_proj.bias"] = normal(hidden, std=scale / 2)
     weights["model.norm.weight"] = norm(hidden)
     if not shape.tie_word_embeddings:
         weights["lm_head.weight"] = linear(shape.vocab_size, hidden)
@@ -96,11 +109,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt(x.pow(2).mean(dim=-1, keepdim=True) + eps) * weight
 
 
-def rotate(heads: Tensor, position: int, theta: float) -> Tensor:
+def rotate(heads: Tensor, position: int, shape: Shape) -> Tensor:
     """Rotary embedding of `heads [heads, D]` at `position`; dimension i pairs with i + D/2."""
     half = heads.shape[-1] // 2
-    frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    cos, sin = torch.cos(position * frequency), torch.sin(position * frequency)
+    frequency = shape.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    if shape.frequencies:
+        frequency = torch.tensor(shape.frequencies, dtype=torch.float64)
+    cos, sin = shape.rope_factor * torch.cos(position * frequency), shape.rope_factor * torch.sin(position * frequency)
     first, second = heads[:, :half], heads[:, half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
@@ -109,20 +124,44 @@ def query_key_value(weights: Weights, shape: Shape, layer: int, hidden_H: Tensor
     """`q [Q, D]`, `k [G, D]`, `v [G, D]` of one slot at one layer."""
     prefix = f"model.layers.{layer}."
     x_H = rms_norm(hidden_H, weights[prefix + "input_layernorm.weight"], shape.rms_norm_eps)
-    query = (weights[prefix + "self_attn.q_proj.weight"] @ x_H).view(shape.num_attention_heads, shape.head_dim)
-    key = (weights[prefix + "self_attn.k_proj.weight"] @ x_H).view(shape.num_key_value_heads, shape.head_dim)
-    value = (weights[prefix + "self_attn.v_proj.weight"] @ x_H).view(shape.num_key_value_heads, shape.head_dim)
+    query = project(weights, prefix + "self_attn.q_proj", x_H).view(shape.num_attention_heads, shape.head_dim)
+    key = project(weights, prefix + "self_attn.k_proj", x_H).view(shape.num_key_value_heads, shape.head_dim)
+    value = project(weights, prefix + "self_attn.v_proj", x_H).view(shape.num_key_value_heads, shape.head_dim)
     if shape.qk_norm:
         query = rms_norm(query, weights[prefix + "self_attn.q_norm.weight"], shape.rms_norm_eps)
         key = rms_norm(key, weights[prefix + "self_attn.k_norm.weight"], shape.rms_norm_eps)
-    return rotate(query, position, shape.rope_theta), rotate(key, position, shape.rope_theta), value
+    return rotate(query, position, shape), rotate(key, position, shape), value
+
+
+def project(weights: Weights, name: str, x_H: Tensor) -> Tensor:
+    """One linear layer, with its bias where the weights have one."""
+    product = weights[name + ".weight"] @ x_H
+    return product + weights[name + ".bias"] if name + ".bias" in weights else product
+
+
+def inside_window(
+    shape: Shape, layer: int, position: int, key_positions: Sequence[int], keys: list[Tensor], values: list[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Of the keys and values that the method shows a query, those that the layer's window leaves."""
+    window = shape.windows[layer] if shape.windows else None
+    near = [index for index, key in enumerate(key_positions) if window is None or position - key < window]
+    return [keys[index] for index in near], [values[index] for index in near]
 
 
 def rest_of_layer(
-    weights: Weights, shape: Shape, layer: int, hidden_H: Tensor, query: Tensor, keys: list[Tensor], values: list[Tensor]
+    weights: Weights,
+    shape: Shape,
+    layer: int,
+    hidden_H: Tensor,
+    query: Tensor,
+    position: int,
+    key_positions: Sequence[int],
+    keys: list[Tensor],
+    values: list[Tensor],
 ) -> Tensor:
-    """The slot's hidden state after the layer, when its query reads exactly `keys` and `values`."""
-    assert keys and len(keys) == len(values)
+    """The slot's hidden state after the layer, when its query at `position` may read `keys` and `values` at `key_positions`."""
+    assert keys and len(keys) == len(values) == len(key_positions)
+    keys, values = inside_window(shape, layer, position, key_positions, keys, values)
     prefix = f"model.layers.{layer}."
     queries_per_group = shape.num_attention_heads // shape.num_key_value_heads
     heads = []
@@ -132,7 +171,7 @@ def rest_of_layer(
         value_TD = torch.stack([value[group] for value in values])
         probability_T = torch.softmax(key_TD @ query[head] / math.sqrt(shape.head_dim), dim=0)
         heads.append(probability_T @ value_TD)
-    hidden_H = hidden_H + weights[prefix + "self_attn.o_proj.weight"] @ torch.cat(heads)
+    hidden_H = hidden_H + project(weights, prefix + "self_attn.o_proj", torch.cat(heads))
     x_H = rms_norm(hidden_H, weights[prefix + "post_attention_layernorm.weight"], shape.rms_norm_eps)
     gate = torch.nn.functional.silu(weights[prefix + "mlp.gate_proj.weight"] @ x_H)
     inner = gate * (weights[prefix + "mlp.up_proj.weight"] @ x_H)
@@ -170,7 +209,7 @@ def _causal_layers(weights: Weights, shape: Shape, layers: range, hidden: list[T
         for position, x_H in enumerate(hidden):
             seen = [key for key in range(len(hidden)) if key <= position]
             keys, values = [qkv[key][1] for key in seen], [qkv[key][2] for key in seen]
-            after.append(rest_of_layer(weights, shape, layer, x_H, qkv[position][0], keys, values))
+            after.append(rest_of_layer(weights, shape, layer, x_H, qkv[position][0], position, seen, keys, values))
         hidden = after
     return hidden
 
@@ -201,7 +240,7 @@ def _norefresh_parallel(weights: Weights, shape: Shape, block_attention: str, sh
         for position, x_H in enumerate(shadow):
             seen = [key for key in range(len(shadow)) if _norefresh_sees(shape, block_attention, position, key)]
             keys, values = [qkv[key][1] for key in seen], [qkv[key][2] for key in seen]
-            after.append(rest_of_layer(weights, shape, layer, x_H, qkv[position][0], keys, values))
+            after.append(rest_of_layer(weights, shape, layer, x_H, qkv[position][0], position, seen, keys, values))
         shadow = after
     return shadow
 
@@ -216,9 +255,9 @@ def _refresh_parallel(
         slots += [(False, position, kv) for position, kv in enumerate(shadow_qkv)]
         after = []
         for position, x_H in enumerate(shadow):
-            seen = [kv for is_real, key, kv in slots if _refresh_sees(shape, block_attention, position, is_real, key)]
-            keys, values = [kv[1] for kv in seen], [kv[2] for kv in seen]
-            after.append(rest_of_layer(weights, shape, layer, x_H, shadow_qkv[position][0], keys, values))
+            seen = [(key, kv) for is_real, key, kv in slots if _refresh_sees(shape, block_attention, position, is_real, key)]
+            places, keys, values = [key for key, _ in seen], [kv[1] for _, kv in seen], [kv[2] for _, kv in seen]
+            after.append(rest_of_layer(weights, shape, layer, x_H, shadow_qkv[position][0], position, places, keys, values))
         shadow = after
         real = _causal_layers(weights, shape, range(layer, layer + 1), real)
     return shadow
@@ -393,7 +432,8 @@ class CycledDecoder:
             for offset, x_H in enumerate(hidden):
                 query, key, value = query_key_value(self.weights, self.shape, layer, x_H, start + offset)
                 cache.append(position=start + offset, kind="real", key=key, value=value)
-                after.append(rest_of_layer(self.weights, self.shape, layer, x_H, query, cache.keys, cache.values))
+                seen = (list(range(start + offset + 1)), cache.keys, cache.values)
+                after.append(rest_of_layer(self.weights, self.shape, layer, x_H, query, start + offset, *seen))
             hidden = after
 
     def _shadow_block(self, head_id: int, *, start: int) -> list[Tensor]:
@@ -409,7 +449,8 @@ class CycledDecoder:
             for slot, x_H in enumerate(hidden):
                 width = slot + 1 if self.block_attention == "causal" else tau
                 keys, values = past_keys + block_keys[:width], past_values + block_values[:width]
-                after.append(rest_of_layer(self.weights, self.shape, layer, x_H, block[slot][0], keys, values))
+                seen = (list(range(start + width)), keys, values)
+                after.append(rest_of_layer(self.weights, self.shape, layer, x_H, block[slot][0], start + slot, *seen))
             if self.history == "shadow":
                 for slot in range(tau):
                     cache.append(position=start + slot, kind="shadow", key=block_keys[slot], value=block_values[slot])
@@ -422,7 +463,8 @@ class CycledDecoder:
         for layer, cache in self.sequential_cache.items():
             query, key, value = query_key_value(self.weights, self.shape, layer, hidden_H, self.position)
             cache.append(position=self.position, kind="real", key=key, value=value)
-            hidden_H = rest_of_layer(self.weights, self.shape, layer, hidden_H, query, cache.keys, cache.values)
+            seen = (cache.positions, cache.keys, cache.values)
+            hidden_H = rest_of_layer(self.weights, self.shape, layer, hidden_H, query, self.position, *seen)
         self.position += 1
         return head_logits(self.weights, self.shape, hidden_H)
 

@@ -1,5 +1,7 @@
 """The oracle agrees with itself: two statements of the method, written apart, give the same numbers; its caches obey the text."""
 
+import dataclasses
+
 import pytest
 import torch
 import transformers
@@ -30,6 +32,20 @@ LLAMA_LIKE = Shape(
     cycle_length=3,
     mask_token_id=7,
 )
+#: Biases, windows narrower and wider than a cycle beside a full layer, and rotary frequencies of its own.
+WITH_PARTS = Shape(
+    num_layers=5,
+    num_parallel_layers=3,
+    hidden_size=16,
+    intermediate_size=24,
+    head_dim=4,
+    qk_norm=False,
+    qkv_bias=True,
+    output_bias=True,
+    windows=(3, None, 6, 5, None),
+    frequencies=(0.7, 0.02),
+    rope_factor=1.2,
+)
 TOKENS = [11, 4, 59, 23, 8, 8, 42, 17, 30, 5, 51, 2, 36, 19]
 VARIANT_IDS = [f"{block}-{history}" for history, block in FOUR_VARIANTS]
 each_variant = pytest.mark.parametrize(("history", "block_attention"), FOUR_VARIANTS, ids=VARIANT_IDS)
@@ -43,7 +59,7 @@ def decode(shape: Shape, history: str, block_attention: str, token_ids: list[int
 
 
 @each_variant
-@pytest.mark.parametrize("shape", [SHAPE, LLAMA_LIKE], ids=["qwen3", "llama"])
+@pytest.mark.parametrize("shape", [SHAPE, LLAMA_LIKE, WITH_PARTS], ids=["qwen3", "llama", "parts"])
 def test_decoding_gives_the_logits_of_the_training_forward_from_every_prompt_length(shape, history, block_attention):
     weights = random_weights(shape, seed=3)
     trained = teacher_forced_logits(weights, shape, history=history, block_attention=block_attention, token_ids=TOKENS)
@@ -55,6 +71,18 @@ def test_decoding_gives_the_logits_of_the_training_forward_from_every_prompt_len
         assert trace.first_position == prompt_length - 1
         assert trace.logits.shape == (len(TOKENS) - prompt_length + 1, 61)
         torch.testing.assert_close(trace.logits, trained[prompt_length - 1 :], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("part", ["qkv_bias", "output_bias", "windows", "frequencies", "rope_factor"])
+@each_variant
+def test_every_part_changes_the_logits(part, history, block_attention):
+    kind = {"history": history, "block_attention": block_attention, "token_ids": TOKENS}
+    weights = random_weights(WITH_PARTS, seed=3)
+    with_it = teacher_forced_logits(weights, WITH_PARTS, **kind)
+    without = dataclasses.replace(WITH_PARTS, **{part: getattr(SHAPE, part)})
+    dropped = {"qkv_bias": ("q_proj.bias", "k_proj.bias", "v_proj.bias"), "output_bias": ("o_proj.bias",)}.get(part, ("none",))
+    kept = {name: tensor for name, tensor in weights.items() if not name.endswith(dropped)}
+    assert (teacher_forced_logits(kept, without, **kind) - with_it).abs().max() > 0.1
 
 
 def test_the_four_variants_and_the_vanilla_model_give_different_logits():
@@ -200,10 +228,24 @@ def test_greedy_decoding_picks_the_training_forwards_best_token_at_each_step(his
     assert logits[4:10].argmax(dim=1).tolist() == new_ids
 
 
-@pytest.mark.parametrize("shape", [SHAPE, LLAMA_LIKE], ids=["qwen3", "llama"])
-def test_vanilla_logits_are_those_of_the_published_decoders(shape):
+@pytest.mark.parametrize(
+    ("family", "shape", "fields"),
+    [
+        ("Qwen3", SHAPE, {}),
+        ("Llama", LLAMA_LIKE, {}),
+        ("Llama", dataclasses.replace(LLAMA_LIKE, qkv_bias=True, output_bias=True), {"attention_bias": True}),
+        ("Qwen2", dataclasses.replace(LLAMA_LIKE, qkv_bias=True), {}),
+        (
+            "Qwen2",
+            dataclasses.replace(LLAMA_LIKE, qkv_bias=True, windows=(None, 5, 5)),
+            {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+        ),
+        ("Mistral", dataclasses.replace(LLAMA_LIKE, windows=(5,) * 3), {"sliding_window": 5}),
+    ],
+    ids=["qwen3", "llama", "llama-biases", "qwen2", "qwen2-windows", "mistral"],
+)
+def test_vanilla_logits_are_those_of_the_published_decoders(family, shape, fields):
     """The arithmetic of one layer is anchored to code that knows nothing of this method."""
-    family = "Qwen3" if shape.qk_norm else "Llama"
     config = getattr(transformers, f"{family}Config")(
         num_hidden_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -216,6 +258,7 @@ def test_vanilla_logits_are_those_of_the_published_decoders(shape):
         rms_norm_eps=shape.rms_norm_eps,
         tie_word_embeddings=shape.tie_word_embeddings,
         attn_implementation="eager",
+        **fields,
     )
     model = getattr(transformers, f"{family}ForCausalLM")(config).double().eval()
     weights = random_weights(shape, seed=3)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from megatron_dmtd.config import Config
+from megatron_dmtd.architecture import RotaryProfile
+from megatron_dmtd.architecture.rotary import attention_factor, inverse_frequencies
+from megatron_dmtd.config import Config, ModelConfig
+from megatron_dmtd.config.decoder import decoder_of
 from megatron_dmtd.conversion.rules import from_hf
 from tests.oracles.parallel_dmtd import Shape, Weights, random_weights
 
@@ -25,9 +28,21 @@ def shape_of(config: Config) -> Shape:
         rms_norm_eps=model.rms_norm_eps,
         qk_norm=model.qk_norm,
         tie_word_embeddings=model.tie_word_embeddings,
+        qkv_bias=model.qkv_bias,
+        output_bias=model.output_bias,
+        windows=tuple(layer.attention.window for layer in decoder_of(model).layers),
+        frequencies=_frequencies(model),
+        rope_factor=attention_factor(model.rope_scaling),
         cycle_length=cycle.cycle_length,
         mask_token_id=cycle.mask_token_id,
     )
+
+
+def _frequencies(model: ModelConfig) -> tuple[float, ...]:
+    """Those of a scaled profile, which are fp32 numbers; the oracle computes the others."""
+    if model.rope_scaling.rope_type == "default":
+        return ()
+    return tuple(inverse_frequencies(RotaryProfile(theta=model.rope_theta, scaling=model.rope_scaling), model.head_dim).tolist())
 
 
 def wide_weights(config: Config, *, seed: int = 0) -> Weights:
