@@ -1,10 +1,10 @@
 """Check every node of a job before its first step, with one process per rank, started as the training will be.
 
-    srun tools/preflight.py --hosts node1,node2 --folder /shared/work --output preflight.json
+    srun python tools/preflight.py --hosts node1,node2 --folder /shared/work --output preflight.json
 
 Checks versions, free disk space, the shared folder, clocks, GPUs and their arithmetic, transfers between neighbouring nodes and
-an all-reduce over all ranks. Names the bad node and says what to do. examples/slurm/train.sh runs it. Exit status: 0 ready, 8 not
-ready.
+an all-reduce over all ranks. Names the bad node and says what to do. examples/slurm/train.sh runs it. Exit status: 0 ready, 2 the
+ranks cannot meet as they were told to, 8 not ready.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_dmtd.errors import ConfigError, DMTDError
 from megatron_dmtd.launch.preflight import FAILED, Job, describe, run_preflight, write_result
 from megatron_dmtd.launch.verdict import Limits
 
@@ -45,7 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         min_bandwidth_gb_s=parsed.min_bandwidth_gb_s,
         max_clock_skew_s=parsed.max_clock_skew_s,
     )
-    result, is_good = run_preflight(job, limits)
+    try:
+        result, is_good = run_preflight(job, limits)
+    except DMTDError as error:
+        print(f"{type(error).__name__}\n{error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else FAILED
     if result is not None:
         write_result(parsed.output, result)
         print(describe(result, job), flush=True)

@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034
 # Sourced by every job script after the site's settings: environment of the job, and what scripts share.
-# Sets PYTHON, LOG_DIR, and the commands ONCE and ON_RANKS that others are started with.
+# Sets PYTHON, LOG_DIR, CPUS, and the commands ONCE, ON_RANKS and ON_NODES that others are started with.
 
 set -euo pipefail
 : "${PROJECT_DIR:?is not set: source site.env first}" "${WORK_DIR:?is not set: source site.env first}"
@@ -8,10 +8,47 @@ set -euo pipefail
 
 cd "$WORK_DIR"
 
+# Ends a job that cannot run, for a reason that a restart would not change.
+refuse() {
+    printf 'found: %s\nrequired: %s\nremedy: %s\n' "$1" "$2" "$3" >&2
+    exit 2
+}
+
+# The site's own preparations, such as `module load`. Such commands use unset variables; one that fails ends the job.
+if [[ -n "${SETUP_FILE:-}" ]]; then
+    if [[ ! -r "$SETUP_FILE" ]]; then
+        refuse "no file $SETUP_FILE on $(hostname)" "SETUP_FILE, on every node" "correct SETUP_FILE in the site file"
+    fi
+    set +eu
+    trap 'refuse "$SETUP_FILE, line $LINENO: $BASH_COMMAND: status $?" "commands that succeed" "correct the file"' ERR
+    # shellcheck source=/dev/null
+    source "$SETUP_FILE"
+    trap - ERR
+    set -euo pipefail
+fi
+
 PYTHON="${VENV:+$VENV/bin/}python"
 CONTAINER=()
 if [[ -n "${CONTAINER_IMAGE:-}" ]]; then
-    CONTAINER=(--container-image="$CONTAINER_IMAGE" --container-mounts="$CONTAINER_MOUNTS" --container-workdir="$WORK_DIR")
+    # A name of this attempt's own: the first step starts the container on a node, later ones enter it.
+    CONTAINER=(
+        --container-image="$CONTAINER_IMAGE" --container-name="dmtd-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
+        --container-mounts="$CONTAINER_MOUNTS" --container-workdir="$WORK_DIR"
+    )
+elif ! command -v "$PYTHON" >/dev/null; then
+    refuse "no $PYTHON on $(hostname)" "a Python with this project's requirements" "correct VENV or SETUP_FILE in the site file"
+fi
+
+# CPU cores of each rank: --cpus-per-task where the job has it; else the site's number on GPU nodes. tools/launch.py does the same.
+CPUS="${SLURM_CPUS_PER_TASK:-}"
+if [[ -z "$CPUS" ]]; then
+    CPUS=1
+    if [[ -n "${SLURM_GPUS_ON_NODE:-}" ]]; then CPUS="$CPUS_PER_RANK"; fi
+    RANKS="${SLURM_NTASKS_PER_NODE:-$(((${SLURM_NTASKS:-1} - 1) / SLURM_JOB_NUM_NODES + 1))}"
+    if ((CPUS * RANKS > ${SLURM_CPUS_ON_NODE:-CPUS * RANKS})); then
+        refuse "$SLURM_CPUS_ON_NODE CPU cores on $(hostname) for $RANKS ranks" "$CPUS for each (CPUS_PER_RANK)" \
+            "submit with --cpus-per-task=$CPUS or --exclusive, or correct CPUS_PER_RANK in the site file"
+    fi
 fi
 
 # All of a job's files; the same folder after a requeue. Array tasks share it, and differ by the names of their files.
@@ -22,7 +59,7 @@ export PYTHONPATH="$PROJECT_DIR${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONUNBUFFERED=1                # logs on disk are up to date when a rank is killed
 
 # One thread per core of the rank. Without this every rank would start one per core of the node.
-export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"
+export OMP_NUM_THREADS="$CPUS"
 export TOKENIZERS_PARALLELISM=false      # its threads do not survive the forks of data workers
 
 # NCCL and Gloo. Deliberately few: NCCL's own choices are right on most fabrics, and a wrong one is slow without a message.
@@ -54,11 +91,22 @@ free_port() {
     return 1
 }
 
+# The name of the job's first node; or its address (RENDEZVOUS), as Slurm on the last node sees it.
+first_host() {
+    local hosts
+    mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    if [[ "${RENDEZVOUS:-hostname}" == hostname ]]; then
+        echo "${hosts[0]}"
+    else
+        # shellcheck disable=SC2016 # the variable is srun's
+        srun --nodes=1 --ntasks=1 --overlap --nodelist="${hosts[-1]}" bash -c 'echo "$SLURM_LAUNCH_NODE_IPADDR"'
+    fi
+}
+
 # How commands run in the site's software: arrays, not functions, since a function in the background is a shell of its own, and
 # signals for srun would end that shell instead.
 # ONCE: on the first node. ON_RANKS: as every rank of the job; block distribution makes ranks follow the order of the nodes.
-ONCE=(srun --nodes=1 --ntasks=1 --overlap --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "${CONTAINER[@]}")
-ON_RANKS=(
-    srun --ntasks="$SLURM_NTASKS" --distribution=block:block --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}"
-    --open-mode=append "${CONTAINER[@]}"
-)
+# ON_NODES: once on each node, outside the container.
+ONCE=(srun --nodes=1 --ntasks=1 --overlap --cpus-per-task="$CPUS" "${CONTAINER[@]}")
+ON_RANKS=(srun --ntasks="${SLURM_NTASKS:-1}" --distribution=block:block --cpus-per-task="$CPUS" --open-mode=append "${CONTAINER[@]}")
+ON_NODES=(srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --overlap --cpus-per-task=1)

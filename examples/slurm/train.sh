@@ -15,7 +15,7 @@
 source "$PROJECT_DIR/examples/slurm/environment.sh"
 
 mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-MASTER_ADDR="${HOSTS[0]}" # rank 0's node: ranks follow the order of the nodes
+MASTER_ADDR="$(first_host)" # rank 0's node: ranks follow the order of the nodes
 MASTER_PORT="$(free_port)"
 EXIT_DIR="$LOG_DIR/exits-${SLURM_RESTART_COUNT:-0}"
 export MASTER_ADDR MASTER_PORT EXIT_DIR
@@ -43,6 +43,28 @@ restarts() {
 
 # shellcheck source=ending.sh
 source "$PROJECT_DIR/examples/slurm/ending.sh"
+
+# Whether the nodes can find each other, at once and by name: ranks would wait for minutes. A fault of all nodes ends the job; of
+# some of them, it is requeued without them.
+check_nodes() {
+    local problems nodes strangers status=0
+    problems="$("${ON_NODES[@]}" bash -c "$(<"$PROJECT_DIR/examples/slurm/node.sh")" node.sh "$MASTER_ADDR" "$PROJECT_DIR" \
+        "${NETWORK_INTERFACE:-}")" || status=$?
+    if ((status)); then
+        say "nodes cannot be checked: srun ended with status $status"
+        restart_or_end "$status"
+    fi
+    if [[ -z "$problems" ]]; then return; fi
+    mapfile -t nodes < <(cut -d : -f 1 <<<"$problems" | sort -u)
+    printf 'found: %s\n' "$(head -n 8 <<<"$problems")"
+    echo "required: nodes that see this project and find each other"
+    echo "remedy: RENDEZVOUS=address in the site file does without names of nodes, NETWORK_INTERFACE says which network to use;" \
+        "or correct the site file or the nodes"
+    # the first node often knows its own name when no other does
+    strangers="$(grep -c "does not know the name" <<<"$problems" || true)"
+    if ((${#nodes[@]} == SLURM_JOB_NUM_NODES || (strangers && strangers == SLURM_JOB_NUM_NODES - 1))); then exit 2; fi
+    restart_or_end 8 "$(IFS=,; echo "${nodes[*]}")"
+}
 
 # The trainer's verdict from the ranks' statuses: what cannot be mended by a restart counts most, a killed rank least.
 verdict() {
@@ -87,6 +109,7 @@ case "$status" in
 esac
 if ((SAVE_AND_STOP)); then restart_or_end 3; fi
 
+check_nodes
 say "preflight"
 EXIT_DIR="" "${ON_RANKS[@]}" --wait=60 bash "$PROJECT_DIR/examples/slurm/rank.sh" "$PYTHON" "$PROJECT_DIR/tools/preflight.py" \
     --hosts "$(IFS=,; echo "${HOSTS[*]}")" --output "$LOG_DIR/preflight.json" --folder "$WORK_DIR" --min-free-gib "$MIN_FREE_GIB" \

@@ -1,7 +1,8 @@
 """A batch script of examples/slurm, read as text, and the same with a site's settings filled in: what is submitted.
 
-The scripts stay plain bash that `sbatch` takes too. Three things in them are fixed: the `#SBATCH` lines, the line that sources
-the site file, and one array `OPTIONS=( … )` whose words may use the site's variables and nothing else.
+The scripts stay plain bash that `sbatch` takes too. Three things in them are fixed: the `#SBATCH` lines at the head, the line
+that sources the site file, and one array `OPTIONS=( … )` whose words may use the site's variables, in double quotes, and no
+others.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from pathlib import Path
 
 from megatron_dmtd.errors import ConfigError
 from megatron_dmtd.launch.site import Site
+from megatron_dmtd.launch.words import WordError, directive, read_shell_text, split_directive, split_words
 
-_DIRECTIVE = re.compile(r"^#SBATCH[ \t]+(\S+)", re.MULTILINE)
+_DIRECTIVE = "#SBATCH"
 _SITE_LINE = re.compile(r'^# shellcheck source=site\.env\nsource "\$\{SITE_FILE:-[^"]*\}"\n', re.MULTILINE)
 _OPTIONS = re.compile(r"^OPTIONS=\(\n(.*?)^\)\n", re.MULTILINE | re.DOTALL)
 #: directives that the layout and the cost follow from
@@ -23,9 +25,10 @@ _READABLE = {
     "nodes": (r"[1-9]\d*", "a number of nodes"),
     "ntasks-per-node": (r"[1-9]\d*", "a number of ranks"),
     "array": (r"\d+(-\d+(:[1-9]\d*)?)?(,\d+(-\d+(:[1-9]\d*)?)?)*(%\d+)?", "tasks of an array, such as 0-15"),
+    "cpus-per-task": (r"[1-9]\d*", "a number of CPU cores"),
+    "job-name": (r"[^/\\%]+", "a name of files: without / \\ %"),
     "time": (r"(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2})", "a time limit, such as 12:00:00"),
 }
-_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +57,7 @@ class Job:
     @property
     def uses_gpus(self) -> bool:
         """Whether it asks for GPUs."""
-        return any(name.startswith("gpus") or name == "gres" for name in self.directives)
+        return _uses_gpus(self.directives)
 
     @property
     def num_tasks(self) -> int:
@@ -88,25 +91,31 @@ def read_job(
     `sbatch` are further options of sbatch (`--nodes=2`), `options` further ones of the job's tool; with `replaces` they stand
     instead of the script's own. Raises `ConfigError` if it is not a script as this module's head describes it.
     """
-    source = _read(Path(path))
-    own = (
-        [] if replaces else [_expand(word, site, path) for word in shlex.split(_match(_OPTIONS, source, path)[1], comments=True)]
-    )
-    directives = _directives([*_DIRECTIVE.findall(source), *_site_directives(source, site), *sbatch], path)
+    source = read_shell_text(Path(path), "a batch script", remedy="name one of examples/slurm/*.sbatch")
+    own = [] if replaces else _own_options(source, site, path)
+    directives = _directives([*_own_directives(source, path), *sbatch], path)
+    directives = _with_site(directives, site, sbatch, path)
     _check_directives(directives, path)
     return Job(
         name=directives.get("job-name", Path(path).stem),
         directives=directives,
         options=(*own, *options),
         is_training="examples/slurm/train.sh" in source,
-        text=_fill_in(source, site, directives, list(options), replaces=replaces, path=path),
+        text=_encodable(_fill_in(source, site, directives, list(options), replaces=replaces, path=path)),
     )
 
 
-def _read(path: Path) -> str:
-    if not path.is_file():
-        raise ConfigError(found=f"no file {path}", required="a batch script", remedy="name one of examples/slurm/*.sbatch")
-    return path.read_text()
+def _encodable(text: str) -> str:
+    """The script itself. Options from a command line may hold bytes that are no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            found=f"an option that is not UTF-8: {text[error.start : error.end]!r}",
+            required="options in UTF-8",
+            remedy="rename the file that it names, or correct the option",
+        ) from error
+    return text
 
 
 def _match(pattern: re.Pattern[str], source: str, path: str | Path) -> re.Match[str]:
@@ -119,20 +128,38 @@ def _match(pattern: re.Pattern[str], source: str, path: str | Path) -> re.Match[
     return matches[0]
 
 
-def _expand(word: str, site: Site, path: str | Path) -> str:
-    variables = site.variables()
+def _own_options(source: str, site: Site, path: str | Path) -> list[str]:
+    """The words of OPTIONS in a script."""
+    try:
+        return split_words(_match(_OPTIONS, source, path)[1], variables=site.variables())
+    except WordError as error:
+        raise ConfigError(
+            found=f"{path}: in OPTIONS, {error}",
+            required="words in quotes, with variables of the site file alone, so that the job can be planned",
+            remedy="write the value itself, in quotes; or put the option where the script runs its tool",
+        ) from error
 
-    def value(match: re.Match[str]) -> str:
-        name = match[1] or match[2]
-        if name not in variables:
+
+def _own_directives(source: str, path: str | Path) -> list[str]:
+    """The words of the `#SBATCH` lines in a script, of which sbatch reads those before the first command."""
+    words: list[str] = []
+    is_head = True
+    for line in source.split("\n"):
+        is_head = is_head and (not line.strip() or line.startswith("#"))
+        if not line.startswith(_DIRECTIVE):
+            continue
+        try:
+            found = split_directive(line.removeprefix(_DIRECTIVE))
+        except WordError as error:
+            raise ConfigError(found=f"{path}: {line}: {error}", required="--name=value", remedy="correct the line") from error
+        if not is_head:
             raise ConfigError(
-                found=f"{path}: ${name} in OPTIONS",
-                required="variables of the site file only, so that the job can be planned",
-                remedy="write the value itself, or put the option where the script runs its tool",
+                found=f"{path}: {line}, below the first command",
+                required="#SBATCH lines before any command: sbatch ignores others",
+                remedy="move the line up",
             )
-        return variables[name]
-
-    return _VARIABLE.sub(value, word)
+        words += found
+    return words
 
 
 def _check_directives(directives: dict[str, str], path: str | Path) -> None:
@@ -147,20 +174,27 @@ def _check_directives(directives: dict[str, str], path: str | Path) -> None:
             )
 
 
-def _site_directives(source: str, site: Site) -> list[str]:
-    uses_gpus = re.search(r"^#SBATCH --(gpus|gres)", source, re.MULTILINE) is not None
+def _with_site(directives: dict[str, str], site: Site, sbatch: Sequence[str], path: str | Path) -> dict[str, str]:
+    """A script's directives with those that follow from the site; `sbatch` wins over both."""
+    uses_gpus = _uses_gpus(directives)
     settings = {
         "account": site.account,
         "qos": site.qos,
         "partition": site.gpu_partition if uses_gpus else site.cpu_partition,
         "chdir": site.work_dir,
-        "output": f"{site.work_dir}/slurm-logs/%x-%{'A_%a' if '#SBATCH --array' in source else 'j'}.out",
+        "output": f"{site.work_dir}/slurm-logs/%x-%{'A_%a' if 'array' in directives else 'j'}.out",
         # a requeued job goes on in the same file
         "open-mode": "append",
     }
-    if uses_gpus:
+    if uses_gpus and "cpus-per-task" not in directives:
         settings["cpus-per-task"] = str(site.cpus_per_rank)
-    return [f"--{name}={value}" for name, value in settings.items() if value] + shlex.split(site.sbatch_extra)
+    given = {name: value for name, value in settings.items() if value}
+    extra = _directives([*split_directive(site.sbatch_extra), *sbatch], path)
+    return {name: value for name, value in directives.items() if name not in given | extra} | given | extra
+
+
+def _uses_gpus(directives: dict[str, str]) -> bool:
+    return any(name.startswith("gpus") or name == "gres" for name in directives)
 
 
 def _directives(words: Sequence[str], path: str | Path) -> dict[str, str]:
@@ -177,9 +211,9 @@ def _directives(words: Sequence[str], path: str | Path) -> dict[str, str]:
 
 
 def _fill_in(source: str, site: Site, directives: dict[str, str], options: list[str], *, replaces: bool, path: str | Path) -> str:
-    head = "".join(f"#SBATCH --{name}{'=' + value if value else ''}\n" for name, value in directives.items())
-    lines = source.splitlines(keepends=True)
-    body = "".join(line for line in lines[1:] if not line.startswith("#SBATCH"))
+    head = "".join(_directive(name, value, path) for name, value in directives.items())
+    first, _, text = source.partition("\n")
+    body = "".join(f"{line}\n" for line in text.removesuffix("\n").split("\n") if not line.startswith(_DIRECTIVE))
     comment, _, rest = body.partition("\n\n")
     site_line = _match(_SITE_LINE, rest, path)[0]
     rest = rest.replace(site_line, f"# settings of the site, as they were when the job was submitted\n{site.assignments()}")
@@ -188,4 +222,13 @@ def _fill_in(source: str, site: Site, directives: dict[str, str], options: list[
         words = " ".join(map(shlex.quote, options))
         added = f"OPTIONS=({words})\n" if replaces else f"{block[0]}OPTIONS+=({words})\n"
         rest = rest[: block.start()] + added + rest[block.end() :]
-    return f"{lines[0]}{comment}\n{head}\n{rest}"
+    return f"{first}\n{comment}\n{head}\n{rest}"
+
+
+def _directive(name: str, value: str, path: str | Path) -> str:
+    try:
+        return directive(name, value)
+    except WordError as error:
+        raise ConfigError(
+            found=f"{path}: --{name} with {error}", required="a line of text", remedy=f"correct --{name}, or the site file"
+        ) from error

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_dmtd.errors import CapabilityError, ConfigError
 from megatron_dmtd.infra.files import write_atomically
 from megatron_dmtd.launch import health, links
 from megatron_dmtd.launch.health import Gpu, Report
@@ -69,14 +70,7 @@ class Meeting:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.store = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            world_size=None,
-            is_master=job.rank == 0,
-            timeout=datetime.timedelta(seconds=3 * job.timeout_s),
-            wait_for_workers=False,
-        )
+        self.store = _store_of_rank_0(job)
         self._absent: set[int] = set()
 
     def tell(self, what: str, values: dict[str, Any]) -> None:
@@ -112,6 +106,43 @@ class Meeting:
             self.hear("bye")
 
 
+def _store_of_rank_0(job: Job) -> dist.TCPStore:
+    """The store, once rank 0 answers. Raises `ConfigError` if its host is unknown here, `CapabilityError` if it is silent."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        socket.getaddrinfo(address, port)
+    except OSError as error:
+        raise ConfigError(
+            found=f"rank {job.rank} on {_host()} does not know the name {address}: {error.strerror}",
+            required="a name or address of rank 0's node that every node knows",
+            remedy="give an address (RENDEZVOUS=address in the site file), or have the nodes' names put into DNS",
+        ) from error
+    try:
+        store = dist.TCPStore(
+            address,
+            port,
+            world_size=None,
+            is_master=job.rank == 0,
+            timeout=datetime.timedelta(seconds=job.timeout_s),
+            wait_for_workers=False,
+        )
+        # rank 0 may wait for another rank's report, once in each phase
+        store.set_timeout(datetime.timedelta(seconds=3 * job.timeout_s))
+        return store
+    except RuntimeError as error:
+        what = "cannot listen at" if job.rank == 0 else f"had no answer in {job.timeout_s:g} s from"
+        raise CapabilityError(
+            found=f"rank {job.rank} on {_host()} {what} {address}:{port}: {str(error).splitlines()[0]}",
+            required="a port of rank 0's node that is free and open to the other nodes",
+            remedy="look whether rank 0 started, at NETWORK_INTERFACE, and at firewalls between the nodes",
+        ) from error
+
+
+def _host() -> str:
+    """Name of this node: Slurm's where there is one, since bad nodes are excluded by it."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def run_preflight(job: Job, limits: Limits) -> tuple[Result | None, bool]:
     """The whole preflight, on every rank. Rank 0 gets the result; all get whether the job may start."""
     # A collective that is late has to raise in this process, not to end it: rank 0 must live to name the node.
@@ -139,7 +170,7 @@ def _report_of_this_rank(job: Job) -> Report:
     gflops, is_right = health.multiply(platform)
     return Report(
         rank=job.rank,
-        host=socket.gethostname(),
+        host=_host(),
         device=platform.device.type,
         versions=health.versions(),
         matmul_gflops=gflops,

@@ -10,12 +10,20 @@ import difflib
 import os
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dmtd.errors import ConfigError
+from megatron_dmtd.launch.words import WordError, read_assignment, read_shell_text, split_directive
 
-_ASSIGNMENT = re.compile(r"([A-Z][A-Z0-9_]*)=(.*)")
+#: numbers that Python and bash read alike
+_NUMBERS = {"int": re.compile(r"0|[1-9][0-9]{0,8}"), "float": re.compile(r"[0-9]{1,9}(\.[0-9]+)?")}
+#: how ranks find each other's host
+_RENDEZVOUS = ("hostname", "address")
+#: characters of a path that mean something else where it is used
+_TAKEN = {"PROJECT_DIR": {":"}, "WORK_DIR": {"%", "\\"}}
+_TAKEN_BY = {"PROJECT_DIR": "it becomes part of PYTHONPATH", "WORK_DIR": "Slurm reads it as a pattern in names of log files"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,21 +50,29 @@ class Site:
     min_free_gib: float
     min_bandwidth_gb_s: float
     max_clock_skew_s: float
+    setup_file: str = ""
+    rendezvous: str = "hostname"
 
     def variables(self) -> dict[str, str]:
         """The settings by their names in the file."""
         values = {field.name.upper(): getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in values.items()}
+        return {name: _text(value) for name, value in values.items()}
 
     def assignments(self) -> str:
         """The settings as lines of bash."""
         return "".join(f"{name}={shlex.quote(value)}\n" for name, value in self.variables().items())
 
 
+def _text(value: str | int | float) -> str:
+    """A setting as it stands in a site file, without a needless `.0`."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
 def read_site(path: str | Path) -> Site:
     """The settings of a site file. Raises `ConfigError` if it is none, contradicts itself, or names what is not there."""
     values = _read_assignments(Path(path))
-    known = {field.name.upper(): str(field.type) for field in dataclasses.fields(Site)}
+    fields = dataclasses.fields(Site)
+    known = {field.name.upper(): str(field.type) for field in fields}
     for name in values:
         if name not in known:
             closest = difflib.get_close_matches(name, known, n=1)
@@ -65,75 +81,100 @@ def read_site(path: str | Path) -> Site:
                 required="the settings of examples/slurm/site.env",
                 remedy=f"did you mean {closest[0]}?" if closest else "remove the line",
             )
-    if missing := [name for name in known if name not in values]:
+    required = [field.name.upper() for field in fields if field.default is dataclasses.MISSING]
+    if missing := [name for name in required if name not in values]:
         raise ConfigError(
             found=f"{path}: no {', '.join(missing)}",
             required="a line for every setting, empty where it is not used",
             remedy="copy the lines from examples/slurm/site.env",
         )
-    site = Site(**{name.lower(): _value(path, name, values[name], kind) for name, kind in known.items()})  # type: ignore[arg-type]
+    site = Site(**{name.lower(): _value(path, name, values[name], kind) for name, kind in known.items() if name in values})  # type: ignore[arg-type]
     _check(path, site)
     return site
 
 
 def _read_assignments(path: Path) -> dict[str, str]:
-    if not path.is_file():
-        raise ConfigError(found=f"no file {path}", required="a site file", remedy="copy and edit examples/slurm/site.env")
     values = {}
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    text = read_shell_text(path, "a site file", remedy="copy and edit examples/slurm/site.env")
+    for number, line in enumerate(text.split("\n"), start=1):
         try:
-            words = shlex.split(line, comments=True)
-        except ValueError:
-            words = [*line.split(maxsplit=1), ""]  # a quote that does not end: refused below
-        if not words:
-            continue
-        match = _ASSIGNMENT.fullmatch(words[0])
-        # What a shell would expand means one thing to bash and another here.
-        if len(words) > 1 or match is None or re.search(r"[$`\\;&|<>()]", words[0]):
+            assignment = read_assignment(line)
+        except WordError as error:
             raise ConfigError(
-                found=f"{path}, line {number}: {line.strip()}",
+                found=f"{path}, line {number}: {error}",
                 required='NAME=VALUE or NAME="VALUE WITH SPACES", without commands or variables',
-                remedy="write the value itself",
-            )
-        values[match[1]] = match[2]
+                remedy="write the value itself, in single quotes where it has special characters",
+            ) from error
+        if assignment is not None:
+            values[assignment[0]] = assignment[1]
     return values
 
 
 def _value(path: str | Path, name: str, text: str, kind: str) -> str | int | float:
     if kind == "str":
         return text
-    try:
-        value = int(text) if kind == "int" else float(text)
-    except ValueError:
-        value = -1
-    if not 0 <= value < float("inf"):
+    if not _NUMBERS[kind].fullmatch(text):
         raise ConfigError(
             found=f"{path}: {name}={text}",
             required="a whole number, 0 or more" if kind == "int" else "a number, 0 or more",
             remedy=f"correct {name}",
         )
-    return value
+    return int(text) if kind == "int" else float(text)
 
 
 def _check(path: str | Path, site: Site) -> None:
-    if bool(site.venv) == bool(site.container_image):
-        raise ConfigError(
-            found=f"{path}: VENV={site.venv} and CONTAINER_IMAGE={site.container_image}",
-            required="one of the two",
-            remedy="leave the other one empty",
-        )
+    _check_software(path, site)
+    _check_choices(path, site)
+    _check_paths(path, site)
+
+
+def _check_software(path: str | Path, site: Site) -> None:
+    ways = [name for name in ("VENV", "CONTAINER_IMAGE") if getattr(site, name.lower())]
+    if len(ways) == 1 or (not ways and site.setup_file):
+        return
+    raise ConfigError(
+        found=f"{path}: VENV={site.venv} and CONTAINER_IMAGE={site.container_image}",
+        required="one of the two; or neither, and a SETUP_FILE that puts a python into PATH",
+        remedy="leave the other one empty" if ways else "set VENV, CONTAINER_IMAGE or SETUP_FILE",
+    )
+
+
+def _check_choices(path: str | Path, site: Site) -> None:
     for name in ("cpus_per_rank", "gpu_peak_tflops", "cpu_peak_tflops", "expected_mfu"):
         if not getattr(site, name):
             raise ConfigError(found=f"{path}: {name.upper()}=0", required="more than 0", remedy=f"correct {name.upper()}")
-    must_exist = {
+    if site.rendezvous not in _RENDEZVOUS:
+        raise ConfigError(
+            found=f"{path}: RENDEZVOUS={site.rendezvous}", required=" or ".join(_RENDEZVOUS), remedy="correct RENDEZVOUS"
+        )
+    try:
+        split_directive(site.sbatch_extra)
+    except WordError as error:
+        raise ConfigError(
+            found=f"{path}: SBATCH_EXTRA={site.sbatch_extra}: {error}",
+            required="options of sbatch, as in an #SBATCH line",
+            remedy="correct SBATCH_EXTRA",
+        ) from error
+
+
+def _check_paths(path: str | Path, site: Site) -> None:
+    must_exist: dict[str, tuple[str, Callable[[], bool], str]] = {
         "PROJECT_DIR": (site.project_dir, Path(site.project_dir, "tools", "train.py").is_file, "this project's checkout"),
         "WORK_DIR": (site.work_dir, Path(site.work_dir).is_dir, "a folder that all nodes see"),
     }
     if site.venv:
-        is_executable = os.access(Path(site.venv, "bin", "python"), os.X_OK)
-        must_exist["VENV"] = (site.venv, lambda: is_executable, "a virtual environment with bin/python")
+        python = Path(site.venv, "bin", "python")
+        must_exist["VENV"] = (site.venv, lambda: os.access(python, os.X_OK), "a virtual environment with bin/python")
+    if site.setup_file:
+        must_exist["SETUP_FILE"] = (site.setup_file, Path(site.setup_file).is_file, "a file of bash commands")
     for name, (value, is_there, what) in must_exist.items():
         if not value.startswith("/") or not is_there():
             raise ConfigError(
                 found=f"{path}: {name}={value}", required=f"the absolute path of {what}", remedy=f"correct {name}, or make it"
+            )
+        if taken := sorted(set(value) & _TAKEN.get(name, set())):
+            raise ConfigError(
+                found=f"{path}: {name}={value} with {' '.join(taken)}",
+                required=f"a path without it: {_TAKEN_BY[name]}",
+                remedy="use another folder, or a symbolic link to it",
             )

@@ -56,7 +56,7 @@ def _sbatch(options: list[str], text: str) -> subprocess.CompletedProcess[str]:
     started = time.monotonic()
     try:
         return subprocess.run(
-            ["sbatch", *options], input=text, capture_output=True, text=True, env=environment, timeout=_SLURM_ANSWERS_S
+            ["sbatch", *options], input=text, capture_output=True, encoding="utf-8", env=environment, timeout=_SLURM_ANSWERS_S
         )
     except subprocess.TimeoutExpired as error:
         raise CapabilityError(

@@ -1,5 +1,6 @@
 """Batch scripts with a site's settings filled in."""
 
+import dataclasses
 import subprocess
 
 import pytest
@@ -76,11 +77,21 @@ def test_time_limits_are_read_as_slurm_reads_them(text, seconds, site):
 WRONG = {
     "no-site": (lambda text: text.replace("SITE_FILE", "OTHER"), "sources the site file", []),
     "no-options": (lambda text: text.replace("OPTIONS=(", "WORDS=("), "OPTIONS", []),
-    "foreign-variable": (lambda text: text.replace("import Qwen3", "import $HOME Qwen3"), "$HOME in OPTIONS", []),
+    "foreign-variable": (
+        lambda text: text.replace("import Qwen3", "import $HOME Qwen3"),
+        "a variable or command outside double quotes: import $HOME",
+        [],
+    ),
     "no-time": (lambda text: text.replace("#SBATCH --time=02:00:00\n", ""), "without --time", []),
     "range-of-nodes": (lambda text: text, "--nodes=2-4", ["--nodes=2-4"]),
     "endless": (lambda text: text, "--time=infinite", ["--time=infinite"]),
     "array": (lambda text: text, "--array=a", ["--array=a"]),
+    "quoted-variable": (lambda text: text.replace("import Qwen3", 'import "$HOME" Qwen3'), "the variable $HOME", []),
+    "pattern": (lambda text: text.replace("import Qwen3", "import *.gguf Qwen3"), "* outside quotes", []),
+    "late-directive": (lambda text: text + "#SBATCH --nodes=2\n", "below the first command", []),
+    "open-quote": (lambda text: text.replace("--nodes=1", '--nodes=1 --comment="a'), 'a quote "', []),
+    "name": (lambda text: text, "--job-name=a/b", ["--job-name=a/b"]),
+    "line": (lambda text: text, "the control character '\\x07'", ["--comment=a\x07"]),
     "short-option": (lambda text: text, "sbatch option -N2", ["-N2"]),
 }
 
@@ -92,6 +103,41 @@ def test_what_is_not_such_a_script_is_refused(change, found, sbatch, site, tmp_p
     with pytest.raises(ConfigError) as refusal:
         read_job(path, site, sbatch=sbatch)
     assert found in refusal.value.found
+
+
+def test_directives_with_spaces_and_remarks_keep_their_values(site, tmp_path):
+    path = tmp_path / "job.sbatch"
+    text = (ROOT / "examples/slurm/convert.sbatch").read_text()
+    path.write_text(text.replace("#SBATCH --nodes=1", '#SBATCH --nodes=1 --comment="a b # c"  # remark'))
+    job = read_job(path, site)
+    assert (job.num_nodes, job.directives["comment"]) == (1, "a b # c")
+    assert '#SBATCH --comment="a b # c"\n' in job.text
+
+
+def test_words_of_options_are_those_of_bash(site, tmp_path):
+    path = tmp_path / "job.sbatch"
+    text = (ROOT / "examples/slurm/convert.sbatch").read_text()
+    block = """import "$WORK_DIR/a#b" a#b '$WORK_DIR' c\\ d  # remark\n    # remark's end\n    "it's \\"e\\""\n"""
+    path.write_text(text.replace("import Qwen3-4B-Base checkpoints/qwen3-4b\n", block))
+    job = read_job(path, site)
+    assert job.options == ("import", f"{site.work_dir}/a#b", "a#b", "$WORK_DIR", "c d", 'it\'s "e"')
+    script = job.text[job.text.index("VENV=") : job.text.index("# shellcheck source=environment.sh")]
+    shell = subprocess.run(
+        ["bash", "-euc", script + 'printf "%s\\n" "${OPTIONS[@]}"'], capture_output=True, text=True, check=True
+    )
+    assert tuple(shell.stdout.splitlines()) == job.options
+
+
+def test_cpu_cores_of_a_gpu_job_are_the_scripts_own_or_the_sites(site):
+    train, evaluate = (ROOT / f"examples/slurm/{name}.sbatch" for name in ("train-qwen3-4b-1-node", "evaluate"))
+    assert read_job(train, site).directives["cpus-per-task"] == "12"
+    assert read_job(train, site, sbatch=["--cpus-per-task=5"]).directives["cpus-per-task"] == "5"
+    assert read_job(evaluate, dataclasses.replace(site, cpus_per_rank=7)).directives["cpus-per-task"] == "12"
+
+
+def test_an_option_that_is_no_text_is_refused(site):
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        read_job(ROOT / "examples/slurm/convert.sbatch", site, options=["a\udce9"])
 
 
 def test_an_absent_script_is_refused(site, tmp_path):

@@ -13,7 +13,9 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.multiprocess
 
 
-def preflight(folder: Path, *, ranks: list[int], hosts: list[str], options: tuple[str, ...] = ()) -> list[tuple[int, str]]:
+def preflight(
+    folder: Path, *, ranks: list[int], hosts: list[str], options: tuple[str, ...] = (), **environment: str
+) -> list[tuple[int, str]]:
     """`tools/preflight.py` as these ranks of a job with one rank per host; status and output of each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -23,7 +25,7 @@ def preflight(folder: Path, *, ranks: list[int], hosts: list[str], options: tupl
     processes = [
         subprocess.Popen(
             [*command, "--output", str(folder / "preflight.json"), *options],
-            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": "0", "PYTHONPATH": str(ROOT)},
+            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": "0", "PYTHONPATH": str(ROOT)} | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -56,3 +58,16 @@ def test_a_rank_that_never_comes_is_named_by_its_node(tmp_path):
     assert status == 8
     assert "BAD NODE node9\n  found: no report from ranks 1" in output and "remedy: " in output
     assert (tmp_path / "preflight.json.bad_nodes").read_text() == "node9\n"
+
+
+def test_a_name_that_the_node_does_not_know_is_refused_at_once(tmp_path):
+    hosts = [socket.gethostname(), "node9"]
+    ((status, output),) = preflight(tmp_path, ranks=[1], hosts=hosts, MASTER_ADDR="node8.invalid", SLURMD_NODENAME="node9")
+    assert status == 2 and "Traceback" not in output
+    assert "found: rank 1 on node9 does not know the name node8.invalid: " in output and "RENDEZVOUS=address" in output
+
+
+def test_a_rank_0_that_does_not_answer_is_told_with_its_address(tmp_path):
+    ((status, output),) = preflight(tmp_path, ranks=[1], hosts=["node8", "node9"], options=("--timeout-s", "3"))
+    assert status == 8 and "Traceback" not in output
+    assert "had no answer in 3 s from 127.0.0.1:" in output and "remedy: look whether rank 0 started" in output
