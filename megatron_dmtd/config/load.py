@@ -16,6 +16,7 @@ from typing import Any
 import jsonargparse
 import yaml
 
+from megatron_dmtd.config.metadata import Setting, settings
 from megatron_dmtd.config.sections import Config
 from megatron_dmtd.errors import ConfigError
 
@@ -29,15 +30,7 @@ def _sections() -> dict[str, Any]:
 
 def known_keys() -> list[str]:
     """Every dotted key of the configuration, such as `optimizer.lr` or `model.rope_scaling.factor`."""
-    return [key for name, section in _sections().items() for key in _keys(name, section)]
-
-
-def _keys(prefix: str, section: Any) -> list[str]:
-    found = []
-    for item in dataclasses.fields(section):
-        is_nested = dataclasses.is_dataclass(item.default_factory)
-        found += _keys(f"{prefix}.{item.name}", item.default_factory) if is_nested else [f"{prefix}.{item.name}"]
-    return found
+    return [setting.key for setting in settings(Config)]
 
 
 class RawHelp(jsonargparse.DefaultHelpFormatter):
@@ -55,7 +48,16 @@ def make_parser(*, description: str, prog: str | None = None) -> jsonargparse.Ar
     parser.add_argument("--config", action="config", help="YAML file of settings; may be given more than once, later ones win")
     for name, section in _sections().items():
         parser.add_class_arguments(section, name)
+    _say_more({setting.key: setting for setting in settings(Config)}, parser)
     return parser
+
+
+def _say_more(known: dict[str, Setting], parser: jsonargparse.ArgumentParser) -> None:
+    """Add to each setting's help what its docstring leaves to the metadata."""
+    for action in parser._actions:
+        if (setting := known.get(action.dest)) is not None:
+            limits = f" {str(setting.range).capitalize()}." if setting.range else ""
+            action.help = f"{action.help}{limits}{'' if setting.resume.may_change else ' Fixed for a resumed run.'}"
 
 
 def _closest(name: str) -> str:

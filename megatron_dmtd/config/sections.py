@@ -1,8 +1,9 @@
 """The configuration: frozen sections, one per concern, passed by section.
 
 This module knows no torch and no Megatron; `models/transformer_config.py` is the one crossing to Megatron's own configuration.
-A field's docstring gives its meaning, unit and range; the command line's `--help` prints them. Nothing here changes a value:
-`validate.py` accepts the configuration as it stands or refuses it.
+A field's docstring gives its meaning and unit, its `setting` the default, the range, and whether a resumed run may change it; the
+command line's `--help` prints them all. Nothing here changes a value: `validate.py` accepts a configuration as it stands, or
+refuses it.
 """
 
 from __future__ import annotations
@@ -11,53 +12,76 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_dmtd.architecture.spec import RopeScaling
+from megatron_dmtd.config.metadata import FRACTION, NOT_NEGATIVE, POSITIVE, fixed, may_change, nested, setting
 from megatron_dmtd.cycle import VANILLA, VARIANTS
 
 Variant = Literal["vanilla", "causal-norefresh", "causal-refresh", "bidirectional-norefresh", "bidirectional-refresh"]
+
+# What a run that goes on from a checkpoint may set differently, and what it may not
+_HOW_IT_RUNS = may_change("says how the run works, not what it computes")
+_LAYOUT = may_change("state is resharded: the same run up to rounding")
+_ROUNDING = may_change("the same run up to rounding")
+_SCHEDULE = may_change("the schedule follows the new value from here on")
+_OPTIMIZER = may_change("the optimizer uses the new value from here on")
+_COUNTED = may_change("rows are counted, not batches: no row is lost or repeated")
+_MEASURES = may_change("only measures")
+_MADE = may_change("the weights are already made")
+_FILES = may_change("the same corpora elsewhere; other ones are refused when their rows are counted")
+_PRECISION = may_change(
+    "weights and moments are kept in fp32 in both",
+    only_with="parallel.distributed_optimizer",
+    why_only_with="without parallel.distributed_optimizer Megatron stores the precisions in forms that do not load each other",
+)
+_SHAPE = fixed("another model")
+_METHOD = fixed("another method")
+_ROWS = fixed("other rows, or the same in another order")
+_OBJECTIVE = fixed("another objective: what is logged and remembered differs")
+_STORED = fixed("Megatron stores the two kinds of optimizer in forms that do not load each other")
+_FROZEN = fixed("the optimizer's state would lack the table, or hold one that nobody trains")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """Shape of the decoder. The field names are those of Hugging Face's Qwen3 where it has one."""
 
-    family: str = "auto"
+    family: str = setting("auto", resume=may_change("names the architecture of exports; nothing is computed by it"))
     """Hugging Face's name (`model_type`) of the architecture that a vanilla export has, such as `llama`. `auto`: the first that
     has everything the decoder has. An import sets it; nothing is computed by it."""
-    num_layers: int = 36
+    num_layers: int = setting(36, POSITIVE, resume=_SHAPE)
     """Transformer layers, parallel and sequential together."""
-    hidden_size: int = 2560
+    hidden_size: int = setting(2560, POSITIVE, resume=_SHAPE)
     """Width of the residual stream."""
-    intermediate_size: int = 9728
+    intermediate_size: int = setting(9728, POSITIVE, resume=_SHAPE)
     """Width of the gated feed-forward layer (SwiGLU)."""
-    num_attention_heads: int = 32
+    num_attention_heads: int = setting(32, POSITIVE, resume=_SHAPE)
     """Query heads."""
-    num_key_value_heads: int = 8
+    num_key_value_heads: int = setting(8, POSITIVE, resume=_SHAPE)
     """Key and value heads; divides the query heads."""
-    head_dim: int = 128
+    head_dim: int = setting(128, POSITIVE, resume=_SHAPE)
     """Width of one head; even."""
-    vocab_size: int = 151936
+    vocab_size: int = setting(151936, POSITIVE, resume=_SHAPE)
     """Rows of the embedding table, before padding for the layout."""
-    max_position_embeddings: int = 40960
+    max_position_embeddings: int = setting(40960, POSITIVE, resume=may_change("says what the model is meant for, not what it is"))
     """Longest document, in tokens, that the model is meant for."""
-    rope_theta: float = 1_000_000.0
+    rope_theta: float = setting(1_000_000.0, POSITIVE, resume=_SHAPE)
     """Base of the rotary position embedding."""
-    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    rope_scaling: RopeScaling = nested(RopeScaling, resume=_SHAPE)
     """How rotary frequencies differ from the default ones, for contexts longer than the original one."""
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: float = setting(1e-6, POSITIVE, resume=_SHAPE)
     """Epsilon of every RMSNorm."""
-    tie_word_embeddings: bool = True
+    tie_word_embeddings: bool = setting(True, resume=_SHAPE)
     """Whether the output head is the embedding table."""
-    qk_norm: bool = True
+    qk_norm: bool = setting(True, resume=_SHAPE)
     """RMSNorm on each query and key head: true for Qwen3-like decoders, false for Llama-like ones."""
-    qkv_bias: bool = False
+    qkv_bias: bool = setting(False, resume=_SHAPE)
     """Biases of the query, key and value projections: true for Qwen2-like decoders."""
-    output_bias: bool = False
+    output_bias: bool = setting(False, resume=_SHAPE)
     """Bias of the attention's output projection."""
-    sliding_window: int = 0
+    sliding_window: int = setting(0, NOT_NEGATIVE, resume=_SHAPE)
     """Keys that a query of a windowed layer sees at most, itself included. 0: no layer is windowed, all see all keys before."""
-    windowed_layers: tuple[int, ...] = ()
+    windowed_layers: tuple[int, ...] = setting((), NOT_NEGATIVE, resume=_SHAPE)
     """Indices, from 0, of the layers with a sliding window. Empty: all of them, if `sliding_window` is set."""
-    init_std: float = 0.02
+    init_std: float = setting(0.02, POSITIVE, resume=_MADE)
     """Standard deviation of the initial weights; projections back to the residual stream use `init_std / sqrt(2 num_layers)`."""
 
 
@@ -65,14 +89,14 @@ class ModelConfig:
 class CycleConfig:
     """The method: which layers run in parallel, and what they see."""
 
-    variant: Variant = "bidirectional-refresh"
+    variant: Variant = setting("bidirectional-refresh", resume=_METHOD)
     """`vanilla` (an ordinary decoder), or block attention (`causal`, `bidirectional`) and history (`norefresh`: earlier cycles
     stay as their shadow; `refresh`: earlier cycles are re-read as real tokens)."""
-    num_parallel_layers: int = 28
+    num_parallel_layers: int = setting(28, resume=_METHOD)
     """The first layers, which run once per cycle on the shadow block; the others run once per token. Ignored by `vanilla`."""
-    cycle_length: int = 4
+    cycle_length: int = setting(4, POSITIVE, resume=_METHOD)
     """Tokens per cycle."""
-    mask_token_id: int = 151660
+    mask_token_id: int = setting(151660, resume=_METHOD)
     """The id that stands for a token not yet known; must not occur as text."""
 
     @property
@@ -95,31 +119,31 @@ class CycleConfig:
 class ParallelConfig:
     """How the model is spread over processes. What is left of the world size is data parallelism."""
 
-    tensor: int = 1
+    tensor: int = setting(1, POSITIVE, resume=_LAYOUT)
     """Tensor-parallel ranks: each layer's matrices are split over them."""
-    pipeline: int = 1
+    pipeline: int = setting(1, POSITIVE, resume=_LAYOUT)
     """Pipeline stages. A boundary lies at the parallel/sequential split whenever there is more than one."""
-    virtual_stages: int = 1
+    virtual_stages: int = setting(1, POSITIVE, resume=_LAYOUT)
     """Stages that each pipeline rank holds (interleaved schedule): smaller bubble, more communication. 1: not interleaved."""
-    stage_layers: tuple[int, ...] = ()
+    stage_layers: tuple[int, ...] = setting((), POSITIVE, resume=_LAYOUT)
     """Layers per stage, in order (`pipeline` times `virtual_stages` numbers; rank 0 holds stages 0, `pipeline`, ...).
     Empty: split by cost, with a boundary at the parallel/sequential split."""
-    context: int = 1
+    context: int = setting(1, POSITIVE, resume=_LAYOUT)
     """Context-parallel ranks. Not built: must be 1 (docs/parallelism.md says how it would work and what it would cost)."""
-    sequence_parallel: bool = False
+    sequence_parallel: bool = setting(False, resume=_LAYOUT)
     """Split norms and residual along the sequence over the tensor-parallel ranks."""
-    distributed_optimizer: bool = True
+    distributed_optimizer: bool = setting(True, resume=_STORED)
     """Shard optimizer state over the data-parallel ranks (Megatron's distributed optimizer)."""
-    overlap_grad_reduce: bool = False
+    overlap_grad_reduce: bool = setting(False, resume=_HOW_IT_RUNS)
     """Overlap the gradient reduction with the backward pass."""
-    overlap_param_gather: bool = False
+    overlap_param_gather: bool = setting(False, resume=_HOW_IT_RUNS)
     """Overlap the parameter gather with the forward pass; needs `distributed_optimizer` and `overlap_grad_reduce`."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "full"] = setting("none", resume=_HOW_IT_RUNS)
     """Activation recompute: none, attention cores only, or whole layers."""
-    attention_backend: Literal["auto", "dense", "masked", "flex", "te"] = "auto"
+    attention_backend: Literal["auto", "dense", "masked", "flex", "te"] = setting("auto", resume=_ROUNDING)
     """Kernel of the attention. `auto`: `flex` on a GPU, `dense` on a CPU. `masked` is the slow, obvious one, `te` Transformer
     Engine's."""
-    timeout_s: float = 600.0
+    timeout_s: float = setting(600.0, POSITIVE, resume=_HOW_IT_RUNS)
     """Seconds after which a collective that has not finished is an error."""
 
 
@@ -127,27 +151,27 @@ class ParallelConfig:
 class DataConfig:
     """Tokenised corpora (Megatron IndexedDataset prefixes) and how they become batches."""
 
-    train: tuple[str, ...] = ()
+    train: tuple[str, ...] = setting((), resume=_FILES)
     """Prefixes of the training corpora: `PREFIX.bin` and `PREFIX.idx`."""
-    valid: tuple[str, ...] = ()
+    valid: tuple[str, ...] = setting((), resume=_MEASURES)
     """Prefixes of the held-out corpora. Empty: no evaluation."""
-    train_weights: tuple[float, ...] = ()
-    """Shares of the training corpora in the rows, one positive number each; they need not add up to 1. Empty: they are one
+    train_weights: tuple[float, ...] = setting((), POSITIVE, resume=_ROWS)
+    """Shares of the training corpora in the rows, one number each; they need not add up to 1. Empty: they are one
     corpus, in which every document occurs once per epoch."""
-    tokenizer: str = ""
+    tokenizer: str = setting("", resume=may_change("only copied into exports"))
     """Directory of the Hugging Face tokenizer that made the corpora; copied into exports."""
-    seq_length: int = 4096
+    seq_length: int = setting(4096, POSITIVE, resume=_ROWS)
     """Slots per row of a batch; a multiple of the cycle length."""
-    pad_token_id: int = 151643
+    pad_token_id: int = setting(151643, NOT_NEGATIVE, resume=_ROWS)
     """Id that fills the end of a document's last cycle. It may equal EOS: padding is known by place, never by value."""
-    shuffle_seed: int = 1234
-    """Seed of the document order of each epoch, and of the order of blended corpora; at least 0."""
-    packing: Literal["concatenate", "best-fit"] = "concatenate"
+    shuffle_seed: int = setting(1234, NOT_NEGATIVE, resume=_ROWS)
+    """Seed of the document order of each epoch, and of the order of blended corpora."""
+    packing: Literal["concatenate", "best-fit"] = setting("concatenate", resume=_ROWS)
     """How documents fill rows. `concatenate`: one stream, cut every `seq_length` slots, almost without padding. `best-fit`: no
     document is cut that fits into a row; the room that is left is padding."""
-    cache_dir: str = ""
+    cache_dir: str = setting("", resume=_HOW_IT_RUNS)
     """Folder of the row indices, which are built once and memory-mapped. Empty: `index-cache` beside the first corpus."""
-    prefetch_batches: int = 2
+    prefetch_batches: int = setting(2, NOT_NEGATIVE, resume=_HOW_IT_RUNS)
     """Microbatches read ahead by a thread. 0: none."""
 
 
@@ -155,29 +179,29 @@ class DataConfig:
 class OptimizerConfig:
     """AdamW and the learning-rate schedule (Megatron's optimizer and parameter scheduler), which counts steps, not rows."""
 
-    lr: float = 3e-4
+    lr: float = setting(3e-4, POSITIVE, resume=_SCHEDULE)
     """Peak learning rate."""
-    min_lr: float = 3e-5
+    min_lr: float = setting(3e-5, NOT_NEGATIVE, resume=_SCHEDULE)
     """Final learning rate."""
-    warmup_steps: int = 100
+    warmup_steps: int = setting(100, NOT_NEGATIVE, resume=_SCHEDULE)
     """Steps of linear warm-up from zero."""
-    decay: Literal["cosine", "linear", "constant", "WSD"] = "cosine"
+    decay: Literal["cosine", "linear", "constant", "WSD"] = setting("cosine", resume=_SCHEDULE)
     """Shape of the decay."""
-    decay_steps: int = 0
+    decay_steps: int = setting(0, NOT_NEGATIVE, resume=_SCHEDULE)
     """Step at which the decay ends. 0: the last step of training."""
-    wsd_decay_steps: int = 0
+    wsd_decay_steps: int = setting(0, NOT_NEGATIVE, resume=_SCHEDULE)
     """Length of the final decay of `WSD`, in steps. Must be positive exactly when `decay` is `WSD`."""
-    wsd_decay_style: Literal["cosine", "linear", "exponential", "minus_sqrt"] = "cosine"
+    wsd_decay_style: Literal["cosine", "linear", "exponential", "minus_sqrt"] = setting("cosine", resume=_SCHEDULE)
     """Shape of the final decay of `WSD`."""
-    weight_decay: float = 0.1
+    weight_decay: float = setting(0.1, NOT_NEGATIVE, resume=_OPTIMIZER)
     """Decoupled weight decay; norms and biases are exempt."""
-    beta1: float = 0.9
+    beta1: float = setting(0.9, FRACTION, resume=_OPTIMIZER)
     """Decay of Adam's first moment."""
-    beta2: float = 0.95
+    beta2: float = setting(0.95, FRACTION, resume=_OPTIMIZER)
     """Decay of Adam's second moment."""
-    eps: float = 1e-8
+    eps: float = setting(1e-8, POSITIVE, resume=_OPTIMIZER)
     """Adam's epsilon."""
-    clip_grad: float = 1.0
+    clip_grad: float = setting(1.0, NOT_NEGATIVE, resume=_OPTIMIZER)
     """Largest gradient norm; 0 does not clip."""
 
 
@@ -185,32 +209,32 @@ class OptimizerConfig:
 class TrainingConfig:
     """The loop."""
 
-    objective: str = "next_token"
+    objective: str = setting("next_token", resume=_OBJECTIVE)
     """What is minimised: `next_token`, the cross-entropy of each next token of packed corpora."""
-    steps: int = 1000
+    steps: int = setting(1000, POSITIVE, resume=_SCHEDULE)
     """Optimizer steps of the whole run."""
-    micro_batch_size: int = 1
+    micro_batch_size: int = setting(1, POSITIVE, resume=_ROUNDING)
     """Rows per forward pass and rank."""
-    global_batch_size: int = 8
+    global_batch_size: int = setting(8, POSITIVE, resume=_COUNTED)
     """Rows per optimizer step, over all ranks; a multiple of `micro_batch_size` times data-parallel ranks."""
-    rampup_batch_size: tuple[int, ...] = ()
+    rampup_batch_size: tuple[int, ...] = setting((), POSITIVE, resume=_COUNTED)
     """START, INCREMENT, SAMPLES: begin with steps of START rows and grow by INCREMENT to `global_batch_size`, evenly over the
     first SAMPLES rows. Each size must fit the ranks as `global_batch_size` does. Empty: no step is smaller."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16"] = setting("fp32", resume=_PRECISION)
     """Compute type. `bf16` keeps fp32 master weights and fp32 gradients."""
-    freeze_embeddings: bool = False
+    freeze_embeddings: bool = setting(False, resume=_FROZEN)
     """Train neither the embedding table nor the output head: for continued training, whose vocabulary is learnt already."""
-    seed: int = 1234
+    seed: int = setting(1234, NOT_NEGATIVE, resume=_MADE)
     """Seed of the initial weights (the same for every layout) and of dropout."""
-    eval_interval: int = 100
+    eval_interval: int = setting(100, NOT_NEGATIVE, resume=_MEASURES)
     """Steps between evaluations; 0 evaluates only at the end."""
-    eval_batches: int = 8
+    eval_batches: int = setting(8, NOT_NEGATIVE, resume=_MEASURES)
     """Global batches per evaluation. 0: all of the held-out corpus."""
-    deterministic: bool = True
+    deterministic: bool = setting(True, resume=_HOW_IT_RUNS)
     """Refuse kernels that are not reproducible, where torch can tell."""
-    max_bad_steps: int = 0
+    max_bad_steps: int = setting(0, NOT_NEGATIVE, resume=_HOW_IT_RUNS)
     """Steps of the whole run that may be skipped because their loss or gradient is not finite. One more stops the run."""
-    watchdog_s: float = 300.0
+    watchdog_s: float = setting(300.0, NOT_NEGATIVE, resume=_HOW_IT_RUNS)
     """Seconds without progress after which a rank names the stalled ones and ends the job. 0: never. Useful only below
     `parallel.timeout_s`, and above the longest step, the first one's compilation included."""
 
@@ -219,19 +243,19 @@ class TrainingConfig:
 class CheckpointConfig:
     """Saving and resuming."""
 
-    dir: str = ""
+    dir: str = setting("", resume=_HOW_IT_RUNS)
     """Folder of this run's checkpoints. Empty: nothing is saved."""
-    interval: int = 500
+    interval: int = setting(500, NOT_NEGATIVE, resume=_HOW_IT_RUNS)
     """Steps between saves; the last step is always saved. 0: only the last."""
-    keep_last: int = 3
+    keep_last: int = setting(3, NOT_NEGATIVE, resume=_HOW_IT_RUNS)
     """Newest checkpoints kept; 0 keeps all."""
-    keep_every: int = 0
+    keep_every: int = setting(0, NOT_NEGATIVE, resume=_HOW_IT_RUNS)
     """Checkpoints of steps that this number divides are kept for ever. 0: none beside the newest."""
-    asynchronous: bool = True
+    asynchronous: bool = setting(True, resume=_HOW_IT_RUNS)
     """Write in the background: training waits for a copy of the state only, which takes as much host memory as the checkpoint."""
-    resume: bool = True
+    resume: bool = setting(True, resume=_HOW_IT_RUNS)
     """Continue from the checkpoint that `latest` in `dir` names, if there is one. False: `dir` must hold none."""
-    init_from: str = ""
+    init_from: str = setting("", resume=may_change("a run that goes on does not start again"))
     """A checkpoint whose model weights, and nothing else, start a new run. Empty: random weights."""
 
 
@@ -239,22 +263,22 @@ class CheckpointConfig:
 class LoggingConfig:
     """What is written where."""
 
-    dir: str = ""
+    dir: str = setting("", resume=_HOW_IT_RUNS)
     """Folder of `metrics.jsonl` and wandb's files. Empty: console only."""
-    interval: int = 10
+    interval: int = setting(10, POSITIVE, resume=_HOW_IT_RUNS)
     """Steps between log lines."""
-    wandb_project: str = ""
+    wandb_project: str = setting("", resume=_HOW_IT_RUNS)
     """wandb project. Empty: wandb is off. Without a key wandb writes offline runs."""
-    run_name: str = ""
+    run_name: str = setting("", resume=_HOW_IT_RUNS)
     """Name of the run in wandb."""
-    peak_tflops: float = 0.0
+    peak_tflops: float = setting(0.0, NOT_NEGATIVE, resume=_MEASURES)
     """Peak TFLOP/s of one device, for MFU. 0: not known."""
-    measure_peak: bool = False
+    measure_peak: bool = setting(False, resume=_MEASURES)
     """Measure the peak when the run starts, by products of large matrices in the compute type, on all ranks at once; for where
     `peak_tflops` is 0. Without either MFU is not reported."""
-    progress: bool = True
+    progress: bool = setting(True, resume=_HOW_IT_RUNS)
     """Progress bar on rank 0's terminal."""
-    spike_deviations: float = 6.0
+    spike_deviations: float = setting(6.0, NOT_NEGATIVE, resume=_MEASURES)
     """A loss this many standard deviations above the mean of the last 64 is logged as a spike. 0: spikes are not looked for."""
 
 

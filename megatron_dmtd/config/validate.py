@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from megatron_dmtd.architecture.spec import RopeScaling
 from megatron_dmtd.config.batch_size import batch_sizes
+from megatron_dmtd.config.metadata import settings
 from megatron_dmtd.config.sections import Config, CycleConfig, DataConfig, ModelConfig, ParallelConfig, TrainingConfig
-from megatron_dmtd.cycle import VARIANTS
 from megatron_dmtd.errors import ConfigError
 
 
@@ -16,33 +17,30 @@ def _require(condition: bool, *, found: str, required: str, remedy: str) -> None
         raise ConfigError(found=found, required=required, remedy=remedy)
 
 
-def _require_positive(section: str, values: dict[str, float]) -> None:
-    for name, value in values.items():
-        _require(
-            value > 0,
-            found=f"{section}.{name} = {value}",
-            required="a positive number",
-            remedy=f"set {section}.{name} to a number above 0",
-        )
-
-
-def _require_not_negative(section: str, values: dict[str, float]) -> None:
-    for name, value in values.items():
-        _require(
-            value >= 0,
-            found=f"{section}.{name} = {value}",
-            required="zero or a positive number",
-            remedy=f"set {section}.{name} to 0 or more",
-        )
+def _validate_settings(section: Any, name: str) -> None:
+    """Each setting of a section by itself: its range, or the values that it may have."""
+    for setting in settings(type(section)):
+        key, value = f"{name}.{setting.key}", setting.value_in(section)
+        is_list = isinstance(value, tuple)
+        if setting.choices:
+            _require(
+                value in setting.choices,
+                found=f"{key} = {value!r}",
+                required="one of " + ", ".join(setting.choices),
+                remedy="choose one of these",
+            )
+        if setting.range:
+            _require(
+                all(map(setting.range.holds, value if is_list else (value,))),
+                found=f"{key} = {list(value) if is_list else value}",
+                required=f"{'numbers' if is_list else 'a number'} {setting.range}",
+                remedy=f"set {key} to {'such numbers' if is_list else 'such a number'}",
+            )
 
 
 def validate_model(model: ModelConfig) -> None:
     """Raise `ConfigError` if the decoder's shape contradicts itself."""
-    counts = (
-        "num_layers hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size "
-        "max_position_embeddings rope_theta rms_norm_eps init_std"
-    )
-    _require_positive("model", {name: getattr(model, name) for name in counts.split()})
+    _validate_settings(model, "model")
     _require(
         model.num_attention_heads % model.num_key_value_heads == 0,
         found=f"{model.num_attention_heads} query heads over {model.num_key_value_heads} key-value heads",
@@ -60,7 +58,6 @@ def validate_model(model: ModelConfig) -> None:
 
 
 def _validate_window(model: ModelConfig) -> None:
-    _require_not_negative("model", {"sliding_window": model.sliding_window})
     layers = model.windowed_layers
     _require(
         not layers or model.sliding_window > 0,
@@ -116,20 +113,9 @@ def _validate_rope_scaling(scaling: RopeScaling) -> None:
 
 def validate_cycle(cycle: CycleConfig, model: ModelConfig) -> None:
     """Raise `ConfigError` if the method's settings do not fit the decoder."""
-    _require(
-        cycle.cycle_length >= 1,
-        found=f"cycle.cycle_length = {cycle.cycle_length}",
-        required="a cycle of at least one token",
-        remedy="set cycle.cycle_length to 1 or more (4 is usual)",
-    )
+    _validate_settings(cycle, "cycle")
     if cycle.is_vanilla:
         return
-    _require(
-        cycle.variant in VARIANTS,
-        found=f"cycle.variant = {cycle.variant!r}",
-        required="one of vanilla, " + ", ".join(VARIANTS),
-        remedy="choose one of these",
-    )
     _require(
         1 <= cycle.num_parallel_layers < model.num_layers,
         found=f"{cycle.num_parallel_layers} parallel layers of {model.num_layers} layers",
@@ -146,9 +132,7 @@ def validate_cycle(cycle: CycleConfig, model: ModelConfig) -> None:
 
 def validate_parallel(parallel: ParallelConfig, model: ModelConfig, cycle: CycleConfig) -> None:
     """Raise `ConfigError` if the layout cannot hold the model."""
-    _require_positive(
-        "parallel", {name: getattr(parallel, name) for name in ("tensor", "pipeline", "virtual_stages", "timeout_s")}
-    )
+    _validate_settings(parallel, "parallel")
     _require(
         parallel.context == 1,
         found=f"parallel.context = {parallel.context}",
@@ -212,12 +196,6 @@ def _validate_stages(parallel: ParallelConfig, model: ModelConfig, cycle: CycleC
         remedy="make the two agree",
     )
     _require(
-        all(count > 0 for count in stages),
-        found=f"parallel.stage_layers = {shown}",
-        required="at least one layer on each stage",
-        remedy="move a layer to the empty stage, or use fewer stages",
-    )
-    _require(
         sum(stages) == model.num_layers,
         found=f"parallel.stage_layers = {shown} = {sum(stages)} layers",
         required=f"exactly the model's {model.num_layers} layers",
@@ -240,19 +218,11 @@ def _validate_weights(data: DataConfig) -> None:
         required="one weight per corpus, or none",
         remedy="name a weight for each corpus",
     )
-    for weight in data.train_weights:
-        _require(
-            0 < weight < float("inf"),
-            found=f"data.train_weights = {list(data.train_weights)}",
-            required="positive numbers",
-            remedy="correct the weight, or leave its corpus out of data.train",
-        )
 
 
 def validate_data(data: DataConfig, config: Config) -> None:
     """Raise `ConfigError` if rows and cycles do not fit each other."""
-    _require_positive("data", {"seq_length": data.seq_length})
-    _require_not_negative("data", {"shuffle_seed": data.shuffle_seed, "prefetch_batches": data.prefetch_batches})
+    _validate_settings(data, "data")
     _validate_weights(data)
     _require(
         data.seq_length % config.cycle.cycle_length == 0,
@@ -274,7 +244,7 @@ def validate_data(data: DataConfig, config: Config) -> None:
         remedy="shorten the rows, or raise model.max_position_embeddings",
     )
     _require(
-        0 <= data.pad_token_id < config.model.vocab_size,
+        data.pad_token_id < config.model.vocab_size,
         found=f"data.pad_token_id = {data.pad_token_id}",
         required=f"an id of the vocabulary, 0 to {config.model.vocab_size - 1}",
         remedy="use the tokenizer's pad or end-of-text id",
@@ -283,24 +253,12 @@ def validate_data(data: DataConfig, config: Config) -> None:
 
 def _validate_optimizer(config: Config) -> None:
     optimizer = config.optimizer
-    _require_positive("optimizer", {"lr": optimizer.lr, "eps": optimizer.eps})
-    names = ("min_lr", "warmup_steps", "decay_steps", "wsd_decay_steps", "weight_decay", "clip_grad")
-    _require_not_negative("optimizer", {name: getattr(optimizer, name) for name in names})
     _require(
         optimizer.min_lr <= optimizer.lr,
         found=f"optimizer.min_lr = {optimizer.min_lr} above optimizer.lr = {optimizer.lr}",
         required="a final learning rate no higher than the peak",
         remedy="lower optimizer.min_lr",
     )
-    for name in ("beta1", "beta2"):
-        value = getattr(optimizer, name)
-        _require(
-            0 <= value < 1,
-            found=f"optimizer.{name} = {value}",
-            required="at least 0 and less than 1",
-            remedy=f"set optimizer.{name} in [0, 1)",
-        )
-    _require_positive("training", {"steps": config.training.steps})
     end = optimizer.decay_steps or config.training.steps
     _require(
         optimizer.warmup_steps < end,
@@ -318,17 +276,7 @@ def _validate_optimizer(config: Config) -> None:
 
 def _validate_training(config: Config) -> None:
     training = config.training
-    _require_positive("training", {name: getattr(training, name) for name in ("micro_batch_size", "global_batch_size")})
-    names = ("eval_interval", "eval_batches", "seed", "max_bad_steps", "watchdog_s")
-    _require_not_negative("training", {name: getattr(training, name) for name in names})
     _validate_ramp_up(training)
-    _require_not_negative(
-        "checkpoint", {name: getattr(config.checkpoint, name) for name in ("interval", "keep_last", "keep_every")}
-    )
-    _require_positive("logging", {"interval": config.logging.interval})
-    _require_not_negative(
-        "logging", {"spike_deviations": config.logging.spike_deviations, "peak_tflops": config.logging.peak_tflops}
-    )
     _require(
         not (config.logging.measure_peak and config.logging.peak_tflops),
         found=f"logging.measure_peak with logging.peak_tflops = {config.logging.peak_tflops}",
@@ -341,9 +289,9 @@ def _validate_ramp_up(training: TrainingConfig) -> None:
     ramp, full = training.rampup_batch_size, training.global_batch_size
     shown = f"training.rampup_batch_size = {list(ramp)}"
     _require(
-        len(ramp) in (0, 3) and all(number > 0 for number in ramp),
+        len(ramp) in (0, 3),
         found=shown,
-        required="three positive numbers, START, INCREMENT and SAMPLES, or none",
+        required="three numbers, START, INCREMENT and SAMPLES, or none",
         remedy="write for example [16, 16, 100000]",
     )
     if not ramp:
@@ -415,6 +363,8 @@ def validate(config: Config, *, world_size: int | None = None) -> None:
     validate_cycle(config.cycle, config.model)
     validate_parallel(config.parallel, config.model, config.cycle)
     validate_data(config.data, config)
+    for name in ("optimizer", "training", "checkpoint", "logging"):
+        _validate_settings(getattr(config, name), name)
     _validate_optimizer(config)
     _validate_training(config)
     if world_size is not None:

@@ -73,7 +73,11 @@ def test_help_explains_every_setting() -> None:
     text = make_parser(description="x").format_help()
     for key in known_keys():
         assert f"--{key} " in text
-    assert "Tokens per cycle." in text
+    words = " ".join(text.split())
+    assert "Tokens per cycle. Above 0. Fixed for a resumed run. (type: int, default: 4)" in words
+    assert "Adam's epsilon. Above 0. (type: float, default: 1e-08)" in words
+    assert "Decay of Adam's first moment. At least 0 and below 1. (type: float, default: 0.9)" in words
+    assert "Ratio of the longer context to the original one; at least 1. Fixed for a resumed run. (type: float" in words
 
 
 def test_the_help_keeps_the_lines_of_the_description() -> None:

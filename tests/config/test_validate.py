@@ -56,7 +56,7 @@ BAD: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"parallel": {"overlap_param_gather": True}}, "overlap_param_gather without both"),
     ({"parallel": {"pipeline": 5}}, "5 pipeline stages for 4 layers"),
     ({"parallel": {"pipeline": 2, "stage_layers": (4,)}}, "lists 1 stages (4), parallel.pipeline is 2"),
-    ({"parallel": {"pipeline": 2, "stage_layers": (4, 0)}}, "parallel.stage_layers = 4 + 0"),
+    ({"parallel": {"pipeline": 2, "stage_layers": (4, 0)}}, "parallel.stage_layers = [4, 0]"),
     ({"parallel": {"pipeline": 2, "stage_layers": (2, 1)}}, "parallel.stage_layers = 2 + 1 = 3 layers"),
     ({"parallel": {"pipeline": 2, "stage_layers": (3, 1)}}, "stages end after layers [3, 4]"),
     ({"data": {"seq_length": 30}}, "data.seq_length = 30 with cycle.cycle_length = 4"),
