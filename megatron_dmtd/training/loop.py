@@ -10,9 +10,10 @@ import contextlib
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from megatron_dmtd.config import Config, to_dict
-from megatron_dmtd.data.batches.dataset import RowSource
+from megatron_dmtd.data.batches.rows import RowSource
 from megatron_dmtd.errors import CheckpointError, ConfigError, DMTDError
 from megatron_dmtd.parallel.groups import rank_of_environment, world_size_of_environment
 from megatron_dmtd.platform import Platform
@@ -37,7 +38,7 @@ def _due(step: int, interval: int, last: int) -> bool:
     return step == last or (interval > 0 and step % interval == 0)
 
 
-def held_out_loss(run: RunState, rows: RowSource, before_batch: Callable[[], None] = lambda: None) -> LossSums:
+def held_out_loss(run: RunState, rows: RowSource[Any], before_batch: Callable[[], None] = lambda: None) -> LossSums:
     """Over the first `eval_batches` global batches of the held-out rows, or all of them; no row counts twice."""
     training = run.config.training
     whole = math.ceil(rows.rows_per_epoch / training.global_batch_size)

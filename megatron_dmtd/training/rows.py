@@ -15,8 +15,9 @@ from megatron.core import parallel_state
 
 from megatron_dmtd.config import Config, batch_size
 from megatron_dmtd.data.batches.blending import BlendedDataset
-from megatron_dmtd.data.batches.dataset import PackedDataset, RowSource
+from megatron_dmtd.data.batches.dataset import PackedDataset
 from megatron_dmtd.data.batches.loader import batches, prefetched
+from megatron_dmtd.data.batches.rows import RowSource
 from megatron_dmtd.data.corpora.verify import check_tokenizer
 from megatron_dmtd.errors import ConfigError
 from megatron_dmtd.training.objectives import Microbatch, Objective
@@ -27,8 +28,8 @@ from megatron_dmtd.training.state import RunState
 class Sources:
     """The rows of a run."""
 
-    train: RowSource
-    valid: RowSource | None
+    train: RowSource[Any]
+    valid: RowSource[Any] | None
     """Held-out rows; None: nothing is evaluated."""
 
 
@@ -70,7 +71,7 @@ def open_corpus(config: Config, prefixes: tuple[str, ...]) -> PackedDataset:
     )
 
 
-def microbatches(run: RunState, rows: RowSource, *, first_row: int, end_row: int | None = None) -> Iterator[Any]:
+def microbatches(run: RunState, rows: RowSource[Any], *, first_row: int, end_row: int | None = None) -> Iterator[Any]:
     """The rank's microbatches of training, or, up to `end_row`, of an evaluation: steps that grow only grow in training."""
     training = run.config.training
     found = batches(

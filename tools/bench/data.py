@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import get_args
 
 from megatron_dmtd.data.batches.dataset import PackedDataset
-from megatron_dmtd.data.batches.loader import batches, prefetched
+from megatron_dmtd.data.batches.loader import batches, collate, prefetched
 from megatron_dmtd.data.batches.packing import Packing
 
 
@@ -29,6 +29,7 @@ def measure(dataset: PackedDataset, *, micro_batch_size: int, num_batches: int, 
     """Slots per second of `num_batches` batches."""
     stream = batches(
         dataset,
+        make_batch=collate,
         first_row=first_row,
         rows_of_batch=lambda _: micro_batch_size,
         micro_batch_size=micro_batch_size,

@@ -13,7 +13,8 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from megatron_dmtd.data.batches.dataset import PackedDataset, Row
+from megatron_dmtd.data.batches.dataset import PackedDataset
+from megatron_dmtd.data.batches.rows import Row
 from megatron_dmtd.errors import ConfigError
 from megatron_dmtd.infra.digests import stable_hash
 

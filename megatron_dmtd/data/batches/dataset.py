@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +32,7 @@ from megatron_dmtd.data.batches.packing import (
     epoch_order,
     packing_report,
 )
+from megatron_dmtd.data.batches.rows import Row
 from megatron_dmtd.data.batches.token_file import TokenFile, token_file_paths
 from megatron_dmtd.errors import ConfigError, DataError
 
@@ -41,39 +41,6 @@ _SAMPLED_DOCUMENTS = 64
 _SAMPLED_TOKENS = 4096
 #: goes up whenever the same corpus and settings would give another plan
 _PLAN_VERSION = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One row of a batch; the fields are those of `Batch` without B."""
-
-    tokens_N: npt.NDArray[np.int64]
-    labels_N: npt.NDArray[np.int64]
-    loss_mask_N: npt.NDArray[np.float32]
-    positions_N: npt.NDArray[np.int64]
-    document_lengths: tuple[int, ...]
-
-
-class RowSource(Protocol):
-    """Rows by number, without end."""
-
-    @property
-    def rows_per_epoch(self) -> int:
-        """Rows after which all have been seen once; 0 for a source without epochs."""
-        ...
-
-    @property
-    def targets_per_epoch(self) -> int:
-        """Slots of an epoch with a token to predict; 0 for a source without epochs."""
-        ...
-
-    def __getitem__(self, index: int) -> Row:
-        """Row `index`, counted over all epochs."""
-        ...
-
-    def padding_row(self) -> Row:
-        """A row without a target."""
-        ...
 
 
 ReadTokens = Callable[[int, int, int], npt.NDArray[np.integer]]

@@ -3,7 +3,7 @@
 A global batch holds the G rows that follow the batch before it, however many ranks share them, so a run may be resumed on
 another number of ranks. G may change during a run: it is asked for by the number of rows before the batch. Tensor- and
 pipeline-parallel ranks of one replica ask for the same rows and read the same data: nothing is broadcast. All randomness is the
-dataset's, and there is no state but the next row. `prefetched` reads ahead on a thread of its own, which changes no batch.
+source's, and there is no state but the next row. `prefetched` reads ahead on a thread of its own, which changes no batch.
 
 Shape legend: B rows, N slots per row; G rows per global batch.
 """
@@ -13,17 +13,20 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from megatron_dmtd.data.batches.batch import Batch
-from megatron_dmtd.data.batches.dataset import Row, RowSource
+from megatron_dmtd.data.batches.rows import Row, RowSource
+
+RowT = TypeVar("RowT")
+BatchT = TypeVar("BatchT")
 
 
 def collate(rows: Sequence[Row]) -> Batch:
-    """The rows as one batch, in order."""
+    """Rows of packed documents as one batch, in order."""
     return Batch(
         tokens_BN=torch.from_numpy(np.stack([row.tokens_N for row in rows])),
         labels_BN=torch.from_numpy(np.stack([row.labels_N for row in rows])),
@@ -34,16 +37,16 @@ def collate(rows: Sequence[Row]) -> Batch:
 
 
 def batches(
-    dataset: RowSource,
+    source: RowSource[RowT],
     *,
+    make_batch: Callable[[Sequence[RowT]], BatchT],
     first_row: int,
     rows_of_batch: Callable[[int], int],
     micro_batch_size: int,
     data_parallel_rank: int,
     data_parallel_size: int,
     end_row: int | None = None,
-    make_batch: Callable[[Sequence[Any]], Any] = collate,
-) -> Iterator[Any]:
+) -> Iterator[BatchT]:
     """The rank's microbatches of the global batches from row `first_row` on; that at row i has `rows_of_batch(i)` rows, its G.
 
     Each global batch gives every rank the same number of microbatches, `G / (micro_batch_size * data_parallel_size)`. In each,
@@ -51,7 +54,7 @@ def batches(
 
     Without `end_row` the batches never end: epochs roll over. With it, the batches end at the row before it, and rows without a
     target complete the last global batch, so that all ranks still take equally many steps (a pass over a held-out corpus).
-    `make_batch` makes a microbatch of its rows.
+    `make_batch` makes a microbatch of its rows: `collate`, for packed documents.
     """
     rows_of_all = micro_batch_size * data_parallel_size
     assert micro_batch_size > 0, micro_batch_size
@@ -65,32 +68,32 @@ def batches(
         )
         return size
 
-    def generate() -> Iterator[Any]:
+    def generate() -> Iterator[BatchT]:
         batch_begin = first_row
         while end_row is None or batch_begin < end_row:
             batch_end = batch_begin + size_at(batch_begin)
             for microbatch_begin in range(batch_begin, batch_end, rows_of_all):
                 begin = microbatch_begin + data_parallel_rank * micro_batch_size
                 indices = range(begin, begin + micro_batch_size)
-                yield make_batch([dataset[i] if end_row is None or i < end_row else dataset.padding_row() for i in indices])
+                yield make_batch([source[i] if end_row is None or i < end_row else source.padding_row() for i in indices])
             batch_begin = batch_end
 
     size_at(first_row)  # now, not when the first batch is asked for
     return generate()
 
 
-def prefetched(iterator: Iterator[Any], *, depth: int) -> Iterator[Any]:
+def prefetched(iterator: Iterator[BatchT], *, depth: int) -> Iterator[BatchT]:
     """The batches of `iterator`, up to `depth` of them read ahead by a thread, so that a slow disk is waited for only when it is
     slower than training for that long. 0 reads without a thread. What reading raises is raised where its batch is asked for.
     """
     return iterator if depth == 0 else _read_ahead(iterator, depth)
 
 
-def _read_ahead(iterator: Iterator[Any], depth: int) -> Iterator[Any]:
-    ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(depth)
+def _read_ahead(iterator: Iterator[BatchT], depth: int) -> Iterator[BatchT]:
+    ready: queue.Queue[tuple[BatchT | None, BaseException | None]] = queue.Queue(depth)
     stopped = threading.Event()
 
-    def put(item: Any) -> None:
+    def put(item: tuple[BatchT | None, BaseException | None]) -> None:
         while not stopped.is_set():
             try:
                 return ready.put(item, timeout=0.1)

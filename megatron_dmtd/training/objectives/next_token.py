@@ -12,8 +12,8 @@ import torch
 
 from megatron_dmtd.config import Config
 from megatron_dmtd.data.batches.batch import Batch
-from megatron_dmtd.data.batches.dataset import Row
 from megatron_dmtd.data.batches.loader import collate
+from megatron_dmtd.data.batches.rows import Row
 from megatron_dmtd.training.metrics import PhaseLoss
 from megatron_dmtd.training.objectives.protocol import MicrobatchLoss
 

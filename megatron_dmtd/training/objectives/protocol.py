@@ -16,7 +16,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 import torch
 
-from megatron_dmtd.data.batches.dataset import Row
+from megatron_dmtd.data.batches.rows import Row
 
 
 class Microbatch(Protocol):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_dmtd.data.batches.blending import BlendedDataset, Schedule, exact_shares
 from megatron_dmtd.data.batches.dataset import PackedDataset
-from megatron_dmtd.data.batches.loader import batches
+from megatron_dmtd.data.batches.loader import batches, collate
 from megatron_dmtd.errors import ConfigError
 
 
@@ -90,6 +90,7 @@ def test_a_blend_goes_on_at_any_row_on_any_number_of_ranks(blend, consumed, size
     for rank in range(size):
         stream = batches(
             blend,
+            make_batch=collate,
             first_row=consumed,
             rows_of_batch=lambda _: 12,
             micro_batch_size=2,

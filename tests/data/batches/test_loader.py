@@ -22,6 +22,7 @@ def dataset(write_tokens):
 def rank_batches(dataset, *, first_row=0, micro=1, rank=0, size=1, end_row=None, rows_of_batch=lambda _: GLOBAL):
     return batches(
         dataset,
+        make_batch=collate,
         first_row=first_row,
         rows_of_batch=rows_of_batch,
         micro_batch_size=micro,

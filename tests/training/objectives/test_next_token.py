@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from megatron_dmtd.data.batches.dataset import Row
+from megatron_dmtd.data.batches.rows import Row
 from megatron_dmtd.training.objectives import OBJECTIVES, make_objective
 from megatron_dmtd.training.objectives.next_token import NextToken
 from tests.support.tiny import tiny_config

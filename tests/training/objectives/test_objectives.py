@@ -19,8 +19,9 @@ import torch
 import megatron_dmtd.training as package
 from megatron_dmtd.config import Config
 from megatron_dmtd.data.batches.batch import Batch
-from megatron_dmtd.data.batches.dataset import PackedDataset, Row
+from megatron_dmtd.data.batches.dataset import PackedDataset
 from megatron_dmtd.data.batches.loader import collate
+from megatron_dmtd.data.batches.rows import Row
 from megatron_dmtd.errors import CheckpointError, ConfigError
 from megatron_dmtd.training.objectives import OBJECTIVES, MicrobatchLoss, make_objective
 from tests.support.checkpoints import common_of
