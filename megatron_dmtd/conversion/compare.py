@@ -12,9 +12,9 @@ import torch
 
 from megatron_dmtd.config import CycleConfig
 from megatron_dmtd.conversion.progress import tensor_bar
-from megatron_dmtd.conversion.rules import Rule, TensorSpec, rules
 from megatron_dmtd.conversion.sources import Source
-from megatron_dmtd.conversion.weight_files import num_bytes_of
+from megatron_dmtd.weights.megatron_names import Rule, rules
+from megatron_dmtd.weights.specs import TensorSpec, num_bytes_of
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: fields of the model that say how weights were made or used, not what they are
@@ -62,7 +62,7 @@ def compare(first: Source, second: Source, *, dtype: torch.dtype | None = None, 
     settings = _differing_fields("model", first.model, second.model, skip=_NOT_NUMBERS)
     if not ignore_cycles:
         settings += _differing_cycles(first.cycle, second.cycle)
-    ours, theirs = first.foreign_specs(), second.foreign_specs()
+    ours, theirs = first.hf_specs(), second.hf_specs()
     if dtype is not None:
         ours = {name: TensorSpec(spec.shape, dtype) for name, spec in ours.items()}
     structure = [f"{name} is in {first.directory} only" for name in ours if name not in theirs]
@@ -95,14 +95,14 @@ def _differing_cycles(first: CycleConfig, second: CycleConfig) -> list[str]:
 
 def _value_differences(first: Source, second: Source, names: set[str], dtype: torch.dtype | None) -> list[ValueDifference]:
     """In the order of the first model. Rules of both with one own name give the same foreign names."""
-    theirs = {rule.own_name: rule for rule in rules(second.model)}
+    theirs = {rule.megatron_name: rule for rule in rules(second.description.decoder)}
     found = []
-    specs = first.foreign_specs()
+    specs = first.hf_specs()
     with tensor_bar("comparing", (specs[name] for name in names)) as bar:
-        for rule in rules(first.model):
-            compared = [name for name, _ in rule.foreign if name in names]
+        for rule in rules(first.description.decoder):
+            compared = [name for name, _ in rule.hf if name in names]
             if compared:
-                found += _rule_differences(first, second, rule, theirs[rule.own_name], names, dtype)
+                found += _rule_differences(first, second, rule, theirs[rule.megatron_name], names, dtype)
                 bar.update(sum(num_bytes_of(specs[name]) for name in compared))
     return found
 
@@ -111,7 +111,7 @@ def _rule_differences(
     first: Source, second: Source, rule: Rule, their_rule: Rule, names: set[str], dtype: torch.dtype | None
 ) -> list[ValueDifference]:
     found = []
-    for (name, one), (other_name, other) in zip(first.foreign(rule), second.foreign(their_rule), strict=True):
+    for (name, one), (other_name, other) in zip(first.hf(rule), second.hf(their_rule), strict=True):
         assert name == other_name, (name, other_name)
         if name in names:
             difference = _difference(name, one.to(dtype or one.dtype), other)

@@ -15,18 +15,20 @@ import torch
 
 from megatron_dmtd.config import Config, CycleConfig
 from megatron_dmtd.config.validate import validate_cycle
-from megatron_dmtd.conversion.checkpoint_io import TOKENIZER_FOLDER, write_model_checkpoint
 from megatron_dmtd.conversion.gguf import gguf_file, write_as_hf_directory
 from megatron_dmtd.conversion.hf_directory import write_hf_directory
-from megatron_dmtd.conversion.overlap import read_ahead
 from megatron_dmtd.conversion.progress import tensor_bar
-from megatron_dmtd.conversion.rules import foreign_specs, rules
 from megatron_dmtd.conversion.sources import Checkpoint, HFDirectory, Source, verified_beside
 from megatron_dmtd.conversion.tokenizer_files import GENERATION_FILE, check_mask, tokenizer_files
-from megatron_dmtd.conversion.weight_files import SHARD_BYTES, num_bytes_of
 from megatron_dmtd.errors import ConversionError
 from megatron_dmtd.families import ModelDescription, write_fields
 from megatron_dmtd.infra.directories import refuse_used
+from megatron_dmtd.weights.checkpoint_files import TOKENIZER_FOLDER
+from megatron_dmtd.weights.megatron_names import hf_specs, rules
+from megatron_dmtd.weights.prefetch import read_ahead
+from megatron_dmtd.weights.safetensors_files import SHARD_BYTES
+from megatron_dmtd.weights.specs import num_bytes_of
+from megatron_dmtd.weights.torch_dist import write_model_checkpoint
 
 
 def import_hf(path: str | Path, output: str | Path, *, cycle: CycleConfig | None = None) -> Source:
@@ -61,12 +63,12 @@ def _import(source: HFDirectory, output: Path, *, cycle: CycleConfig | None, tok
         if tokenizer_home != source.directory.resolve():
             settings = source.directory / GENERATION_FILE
             carried = tokenizer_files(source.directory) + ([settings] if settings.is_file() else [])
-    specs = source.own_specs()
+    specs = source.megatron_specs()
     with tensor_bar("importing", specs.values()) as bar:
 
         def read(name: str) -> torch.Tensor:
             bar.update(num_bytes_of(specs[name]))
-            return source.own(name)
+            return source.megatron(name)
 
         write_model_checkpoint(output, specs, read, config, tokenizer=carried)
 
@@ -118,7 +120,7 @@ def export_hf(
         fields = write_fields(ModelDescription(model=source.model, cycle=cycle))
         tokenizer_dir = _tokenizer_of_export(source.config, tokenizer_dir)
         check_mask(cycle, tokenizer_dir)
-        specs = foreign_specs(source.model, source.stored, dtype=dtype)
+        specs = hf_specs(source.description.decoder, source.stored, dtype=dtype)
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             with tensor_bar("exporting", specs.values()) as bar:
@@ -139,7 +141,7 @@ def export_hf(
 
 
 def _cast(source: Checkpoint, dtype: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
-    table = {rule.own_name: rule for rule in rules(source.model)}
-    for own_name, whole in read_ahead(table, source.own):
-        for name, tensor in table[own_name].split(whole):
+    table = {rule.megatron_name: rule for rule in rules(source.description.decoder)}
+    for megatron_name, whole in read_ahead(table, source.megatron):
+        for name, tensor in table[megatron_name].split(whole):
             yield name, tensor.to(dtype or tensor.dtype)

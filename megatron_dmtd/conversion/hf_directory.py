@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from megatron_dmtd.conversion.rules import TensorSpec
 from megatron_dmtd.conversion.tokenizer_files import GENERATION_FILE, generation_settings, special_ids, tokenizer_files
-from megatron_dmtd.conversion.weight_files import SHARD_BYTES, num_bytes_of, write_weights
 from megatron_dmtd.errors import ConversionError
 from megatron_dmtd.hf.configuration_dmtd_qwen3 import DMTDQwen3Config
 from megatron_dmtd.hf.remote_code import AUTO_MAP, code_files
 from megatron_dmtd.infra.directories import new_directory
+from megatron_dmtd.weights.safetensors_files import SHARD_BYTES, write_weights
+from megatron_dmtd.weights.specs import TensorSpec, num_bytes_of
 
 
 def write_hf_directory(

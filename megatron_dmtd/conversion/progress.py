@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 from tqdm import tqdm
 
-from megatron_dmtd.conversion.rules import TensorSpec
-from megatron_dmtd.conversion.weight_files import num_bytes_of
+from megatron_dmtd.weights.specs import TensorSpec, num_bytes_of
 
 #: seconds of work after which a terminal is shown how far it has come
 _PATIENCE_S = 2.0

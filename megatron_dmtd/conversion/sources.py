@@ -19,23 +19,15 @@ import torch
 
 from megatron_dmtd.config import Config, CycleConfig, ModelConfig
 from megatron_dmtd.config.validate import validate_model
-from megatron_dmtd.conversion.checkpoint_io import CheckpointTensors, read_checkpoint_config
 from megatron_dmtd.conversion.progress import byte_bar
-from megatron_dmtd.conversion.rules import (
-    Rule,
-    TensorSpec,
-    check_foreign,
-    check_own,
-    check_tied_head,
-    foreign_specs,
-    own_specs,
-    rules,
-)
-from megatron_dmtd.conversion.weight_files import WeightFiles
 from megatron_dmtd.errors import CheckpointError
 from megatron_dmtd.families import ModelDescription, read_directory
 from megatron_dmtd.infra import checksums
 from megatron_dmtd.training.checkpoints.paths import DAMAGED, find_step_directory, must_be_verified
+from megatron_dmtd.weights.megatron_names import Rule, check_hf, check_megatron, check_tied_head, hf_specs, megatron_specs, rules
+from megatron_dmtd.weights.safetensors_files import WeightFiles
+from megatron_dmtd.weights.specs import TensorSpec
+from megatron_dmtd.weights.torch_dist import CheckpointTensors, read_checkpoint_config
 
 
 class Source(Protocol):
@@ -50,10 +42,10 @@ class Source(Protocol):
     stored: Mapping[str, TensorSpec]
     """Its tensors as they are stored."""
 
-    def foreign_specs(self) -> dict[str, TensorSpec]:
+    def hf_specs(self) -> dict[str, TensorSpec]:
         """Its tensors under Hugging Face's names, a tied head left out."""
 
-    def foreign(self, rule: Rule) -> Iterator[tuple[str, torch.Tensor]]:
+    def hf(self, rule: Rule) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of one rule, under Hugging Face's names."""
 
 
@@ -74,36 +66,36 @@ class HFDirectory:
         self.model, self.cycle = self.description.model, self.description.cycle
         self._files = WeightFiles(self.directory)
         self.stored: Mapping[str, TensorSpec] = self._files.specs
-        check_foreign(self.model, self.stored)
-        check_tied_head(self.model, self.stored, self._files.are_equal)
-        self._rules = {rule.own_name: rule for rule in rules(self.model)}
+        check_hf(self.description.decoder, self.stored)
+        check_tied_head(self.description.decoder, self.stored, self._files.are_equal)
+        self._rules = {rule.megatron_name: rule for rule in rules(self.description.decoder)}
         self._joined: defaultdict[TensorSpec, deque[torch.Tensor]] = defaultdict(lambda: deque(maxlen=2))
 
-    def foreign_specs(self) -> dict[str, TensorSpec]:
+    def hf_specs(self) -> dict[str, TensorSpec]:
         """See `Source`."""
-        return {name: self.stored[name] for rule in self._rules.values() for name, _ in rule.foreign}
+        return {name: self.stored[name] for rule in self._rules.values() for name, _ in rule.hf}
 
-    def foreign(self, rule: Rule) -> Iterator[tuple[str, torch.Tensor]]:
+    def hf(self, rule: Rule) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Source`."""
-        for name, _ in rule.foreign:
+        for name, _ in rule.hf:
             yield name, self._files.read(name)
 
-    def own_specs(self) -> dict[str, TensorSpec]:
+    def megatron_specs(self) -> dict[str, TensorSpec]:
         """Its tensors under our names."""
-        return own_specs(self.model, self.stored)
+        return megatron_specs(self.description.decoder, self.stored)
 
-    def own(self, own_name: str) -> torch.Tensor:
+    def megatron(self, megatron_name: str) -> torch.Tensor:
         """One tensor under our name: the stored one where it is the same, else read part by part into its place.
 
         What was read holds until the second next one of the same shape: new memory for each layer costs more than the reading.
         """
-        rule = self._rules[own_name]
-        if rule.own_shapes[0] == rule.foreign[0][1]:
-            return self._files.mapped(rule.foreign[0][0])
+        rule = self._rules[megatron_name]
+        if rule.megatron_shapes[0] == rule.hf[0][1]:
+            return self._files.mapped(rule.hf[0][0])
         return rule.join(self._files.read_into, self._room(rule))
 
     def _room(self, rule: Rule) -> torch.Tensor:
-        shape, dtype = rule.own_shapes[0], self.stored[rule.foreign[0][0]].dtype
+        shape, dtype = rule.megatron_shapes[0], self.stored[rule.hf[0][0]].dtype
         if not rule.is_of_a_layer:
             return torch.empty(shape, dtype=dtype)
         used = self._joined[TensorSpec(shape, dtype)]
@@ -130,19 +122,19 @@ class Checkpoint:
         validate_model(self.model)
         self._tensors = CheckpointTensors(self.directory)
         self.stored: Mapping[str, TensorSpec] = self._tensors.specs
-        check_own(self.model, self.stored)
+        check_megatron(self.description.decoder, self.stored)
 
-    def foreign_specs(self) -> dict[str, TensorSpec]:
+    def hf_specs(self) -> dict[str, TensorSpec]:
         """See `Source`."""
-        return foreign_specs(self.model, self.stored)
+        return hf_specs(self.description.decoder, self.stored)
 
-    def foreign(self, rule: Rule) -> Iterator[tuple[str, torch.Tensor]]:
+    def hf(self, rule: Rule) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Source`."""
-        return rule.split(self.own(rule.own_name))
+        return rule.split(self.megatron(rule.megatron_name))
 
-    def own(self, own_name: str) -> torch.Tensor:
+    def megatron(self, megatron_name: str) -> torch.Tensor:
         """One tensor under our name."""
-        return self._tensors.read(own_name)
+        return self._tensors.read(megatron_name)
 
 
 class _GivenUpError(Exception):

@@ -7,7 +7,7 @@ from megatron_dmtd.config import CycleConfig
 from megatron_dmtd.conversion.compare import compare
 from megatron_dmtd.conversion.convert import export_hf, import_hf
 from megatron_dmtd.conversion.sources import open_source
-from megatron_dmtd.conversion.weight_files import WeightFiles, write_weights
+from megatron_dmtd.weights.safetensors_files import WeightFiles, write_weights
 from tests.support.hf_models import change_fields, random_hf_directory, small_model
 
 CYCLE = CycleConfig(variant="causal-refresh", num_parallel_layers=2, mask_token_id=99)

@@ -8,13 +8,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_dmtd.config import CycleConfig
-from megatron_dmtd.conversion.checkpoint_io import read_checkpoint_config
 from megatron_dmtd.conversion.convert import export_hf, import_hf
 from megatron_dmtd.conversion.sources import open_source
-from megatron_dmtd.conversion.weight_files import WeightFiles
 from megatron_dmtd.cycle import VARIANTS
 from megatron_dmtd.errors import CheckpointError, ConfigError, ConversionError
 from megatron_dmtd.hf import DMTDQwen3Config, DMTDQwen3ForCausalLM
+from megatron_dmtd.weights.safetensors_files import WeightFiles
+from megatron_dmtd.weights.torch_dist import read_checkpoint_config
 from tests.support.hf_models import save_tokenizer
 from tests.support.ranks import run_ranks
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from megatron_dmtd.conversion.checkpoint_io import read_checkpoint_config
 from megatron_dmtd.conversion.convert import export_hf, import_hf
 from megatron_dmtd.conversion.gguf import as_written, gguf_file
-from megatron_dmtd.conversion.weight_files import WeightFiles
 from megatron_dmtd.errors import CapabilityError, ConversionError
+from megatron_dmtd.weights.safetensors_files import WeightFiles
+from megatron_dmtd.weights.torch_dist import read_checkpoint_config
 from tests.support.hf_models import random_hf_directory, save_tokenizer, small_model
 
 NAMES = {

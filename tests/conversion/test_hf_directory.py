@@ -7,10 +7,10 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from megatron_dmtd.config import CycleConfig
 from megatron_dmtd.conversion.convert import export_hf, import_hf
 from megatron_dmtd.conversion.hf_directory import write_hf_directory
-from megatron_dmtd.conversion.rules import spec_of
 from megatron_dmtd.errors import ConversionError
 from megatron_dmtd.families import ModelDescription, write_fields
 from megatron_dmtd.hf.remote_code import code_files
+from megatron_dmtd.weights.specs import spec_of
 from tests.support.hf_models import VANILLA, random_hf_directory, save_tokenizer, small_model
 
 CYCLE = CycleConfig(variant="causal-refresh", num_parallel_layers=2, mask_token_id=2)

@@ -5,12 +5,13 @@ import pytest
 import torch
 
 from megatron_dmtd.conversion.convert import export_hf, import_hf
-from megatron_dmtd.conversion.rules import rules, spec_of
 from megatron_dmtd.conversion.sources import Checkpoint, HFDirectory, num_parameters, open_source, verified_beside
-from megatron_dmtd.conversion.weight_files import WeightFiles, write_weights
 from megatron_dmtd.errors import CheckpointError, ConversionError, ModelError
 from megatron_dmtd.infra import checksums
 from megatron_dmtd.training.checkpoints import paths
+from megatron_dmtd.weights.megatron_names import rules
+from megatron_dmtd.weights.safetensors_files import WeightFiles, write_weights
+from megatron_dmtd.weights.specs import spec_of
 from tests.support.hf_models import change_fields, random_hf_directory, small_model
 
 
@@ -30,19 +31,19 @@ def test_both_formats_give_the_same_tensors_by_the_same_names(hf, tmp_path):
     import_hf(hf, tmp_path / "start")
     first, second = open_source(hf), open_source(tmp_path / "start")
     assert isinstance(first, HFDirectory) and isinstance(second, Checkpoint)
-    assert first.foreign_specs() == second.foreign_specs() and first.model == second.model
+    assert first.hf_specs() == second.hf_specs() and first.model == second.model
     names = []
-    for rule in rules(first.model):
-        for (name, tensor), (other_name, other) in zip(first.foreign(rule), second.foreign(rule), strict=True):
+    for rule in rules(first.description.decoder):
+        for (name, tensor), (other_name, other) in zip(first.hf(rule), second.hf(rule), strict=True):
             assert name == other_name and torch.equal(tensor, other)
             names.append(name)
-    assert names == list(first.foreign_specs())
+    assert names == list(first.hf_specs())
     assert num_parameters(second) - num_parameters(first) == 28 * 32  # 100 rows are padded to 128
 
 
 def test_a_head_stored_beside_the_table_that_it_is_tied_to_must_equal_it(hf, tmp_path):
     rewrite(hf, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
-    assert "lm_head.weight" in open_source(hf).stored and "lm_head.weight" not in open_source(hf).foreign_specs()
+    assert "lm_head.weight" in open_source(hf).stored and "lm_head.weight" not in open_source(hf).hf_specs()
     import_hf(hf, tmp_path / "start")
 
     def spoil(tensors):
@@ -149,11 +150,11 @@ def test_layers_share_room_and_two_of_them_hold_at_a_time(tmp_path):
     model = dataclasses.replace(small_model(), num_layers=4, intermediate_size=64)
     source = HFDirectory(random_hf_directory(tmp_path / "hf", model))
     names = [f"decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in range(4)]
-    first, second = source.own(names[0]), source.own(names[1])
-    table = source.own("embedding.word_embeddings.weight")
+    first, second = source.megatron(names[0]), source.megatron(names[1])
+    table = source.megatron("embedding.word_embeddings.weight")
     assert table.shape == first.shape
     kept = [tensor.clone() for tensor in (first, second, table)]
-    assert source.own("embedding.word_embeddings.weight").data_ptr() not in {tensor.data_ptr() for tensor in (first, second)}
+    assert source.megatron("embedding.word_embeddings.weight").data_ptr() not in {tensor.data_ptr() for tensor in (first, second)}
     assert all(torch.equal(now, then) for now, then in zip((first, second, table), kept, strict=True))
-    assert source.own(names[2]).data_ptr() == first.data_ptr() and source.own(names[3]).data_ptr() == second.data_ptr()
-    assert torch.equal(source.own(names[0]), kept[0])
+    assert source.megatron(names[2]).data_ptr() == first.data_ptr() and source.megatron(names[3]).data_ptr() == second.data_ptr()
+    assert torch.equal(source.megatron(names[0]), kept[0])

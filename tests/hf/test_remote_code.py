@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModel, GenerationConfig
 
 from megatron_dmtd.conversion.hf_directory import write_hf_directory
-from megatron_dmtd.conversion.rules import spec_of
 from megatron_dmtd.cycle import rule
 from megatron_dmtd.hf import DMTDQwen3ForCausalLM, DMTDQwen3Model
 from megatron_dmtd.hf.remote_code import AUTO_MAP, code_files
+from megatron_dmtd.weights.specs import spec_of
 from tests.hf.tiny import each_variant, random_ids, tiny_model
 
 LOAD_ELSEWHERE = """

@@ -13,9 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from megatron_dmtd.config import Config, CycleConfig, from_yaml
-from megatron_dmtd.conversion.rules import check_own, foreign_specs, own_specs, spec_of
+from megatron_dmtd.config.decoder import decoder_of
 from megatron_dmtd.cycle import VARIANTS
 from megatron_dmtd.families import ModelDescription, write_fields
+from megatron_dmtd.weights.megatron_names import check_megatron, hf_specs, megatron_specs
+from megatron_dmtd.weights.specs import spec_of
 from tests.support.ranks import run_ranks
 from tests.support.tiny import with_settings, write_corpus
 
@@ -55,7 +57,7 @@ def step_of_fakes(forms: list[tuple[str, str]]) -> list[tuple[int, tuple[int, ..
                 stage,
                 backend=select_backend("dense", platform.device, head_width=config.model.head_dim),
             )
-            check_own(config.model, {name: spec_of(parameter) for name, parameter in model.named_parameters()})
+            check_megatron(decoder_of(config.model), {name: spec_of(parameter) for name, parameter in model.named_parameters()})
             tokens, positions = torch.zeros(1, slots, dtype=torch.long), torch.arange(slots)[None]
             loss = model(tokens, positions, tokens, document_lengths=((slots,),))
             loss.sum().backward()
@@ -81,9 +83,9 @@ def test_the_published_architecture_has_exactly_the_tensors_that_an_import_asks_
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(PUBLISHED[name][0](**fields))
     published = {key: spec_of(tensor) for key, tensor in built.named_parameters()}
-    own = own_specs(model, published)
+    own = megatron_specs(decoder_of(model), published)
     assert sum(torch.Size(spec.shape).numel() for spec in own.values()) == PUBLISHED[name][1]
-    assert foreign_specs(model, own) == published
+    assert hf_specs(decoder_of(model), own) == published
 
 
 def three_steps(config: Config) -> list[float]:

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from megatron_dmtd.config import Config
+from megatron_dmtd.config.decoder import decoder_of
 from megatron_dmtd.families import ModelDescription, write_fields
 from tests.oracles.parallel_dmtd import teacher_forced_logits, vanilla_logits
-from tests.support.oracle_weights import own_tensors, shape_of, wide_weights
+from tests.support.oracle_weights import megatron_tensors, shape_of, wide_weights
 from tests.support.ranks import run_ranks
 from tests.support.tiny import MASK, VARIANTS, tiny_config
 
@@ -86,7 +87,7 @@ def test_megatron_forward_equals_the_oracle_for_packed_documents(variant: str, m
     config = tiny_config(variant, model=model)
     weights = wide_weights(config)
     tokens = _tokens(2, sum(DOCUMENTS))
-    found = run_ranks(1, megatron_logits, config, own_tensors(config, weights), tokens, DOCUMENTS)[0]
+    found = run_ranks(1, megatron_logits, config, megatron_tensors(config, weights), tokens, DOCUMENTS)[0]
     assert found.std() > 1, "logits that are all alike would agree with anything"
     for row in range(2):
         expected = [_oracle_logits(config, weights, document) for document in tokens[row].split(DOCUMENTS)]
@@ -99,7 +100,7 @@ def test_megatron_forward_equals_hugging_face_forward(variant: str) -> None:
     config = tiny_config(variant)
     weights = wide_weights(config)
     tokens = _tokens(3, 32, seed=1)
-    found = run_ranks(1, megatron_logits, config, own_tensors(config, weights), tokens, (32,))[0]
+    found = run_ranks(1, megatron_logits, config, megatron_tensors(config, weights), tokens, (32,))[0]
     torch.testing.assert_close(found, _hugging_face_logits(config, weights, tokens), atol=TOLERANCE, rtol=0)
 
 
@@ -109,7 +110,7 @@ def test_variants_are_different_models() -> None:
     logits = {}
     for variant in (*VARIANTS, "vanilla"):
         config = tiny_config(variant)
-        own = own_tensors(config, wide_weights(config))
+        own = megatron_tensors(config, wide_weights(config))
         logits[variant] = run_ranks(1, megatron_logits, config, own, tokens, (32,))[0]
     names = list(logits)
     for index, first in enumerate(names):
@@ -121,7 +122,7 @@ def test_variants_are_different_models() -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_later_token_or_another_document_changes_no_logit(variant: str) -> None:
     config = tiny_config(variant)
-    own = own_tensors(config, wide_weights(config))
+    own = megatron_tensors(config, wide_weights(config))
     tokens = _tokens(1, sum(DOCUMENTS), seed=3)
     changed_at = 9  # in the first document, not a cycle head
     changed = tokens.clone()
@@ -146,7 +147,7 @@ def _against_gpt_model(config: Config, tokens: torch.Tensor) -> tuple[dict[str, 
     from megatron_dmtd.models.norm import RMSNorm
     from megatron_dmtd.models.transformer_config import transformer_config
 
-    ours = megatron_model(config, own_tensors(config, wide_weights(config)))
+    ours = megatron_model(config, megatron_tensors(config, wide_weights(config)))
     spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules
@@ -196,16 +197,15 @@ def megatron_gradients(config: Config, own: dict[str, torch.Tensor], tokens: tor
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_megatron_gradients_equal_hugging_face_autograd(variant: str, model: dict[str, Any]) -> None:
     """Level: fp32 tolerance, relative to the largest entry of each gradient; both are sums of thousands of terms."""
-    from megatron_dmtd.conversion.rules import to_hf
-    from megatron_dmtd.hf import DMTDQwen3Config, DMTDQwen3ForCausalLM
+    from megatron_dmtd.weights.megatron_names import to_hf
 
     config = tiny_config(variant, model=model)
     weights = {name: tensor * (0.3 if "embed" in name else 1.0) for name, tensor in wide_weights(config).items()}
     tokens = _tokens(1, 32, seed=5)
-    found = to_hf(config.model, run_ranks(1, megatron_gradients, config, own_tensors(config, weights), tokens)[0])
-    reference = DMTDQwen3ForCausalLM(
-        DMTDQwen3Config(**write_fields(ModelDescription(model=config.model, cycle=config.cycle)))
-    ).double()
+    found = to_hf(
+        decoder_of(config.model), run_ranks(1, megatron_gradients, config, megatron_tensors(config, weights), tokens)[0]
+    )
+    reference = hf_model(config).double()
     reference.load_state_dict(weights, strict=False)
     (reference(tokens, labels=tokens).loss * 31).backward()
     expected = {name: parameter.grad for name, parameter in reference.named_parameters() if parameter.grad is not None}

@@ -11,14 +11,14 @@ from megatron_dmtd.config import Config
 from megatron_dmtd.config.decoder import schedule_of
 from megatron_dmtd.models.vocab import padded_vocab_size
 from tests.models.test_truth import megatron_model
-from tests.support.oracle_weights import own_tensors, wide_weights
+from tests.support.oracle_weights import megatron_tensors, wide_weights
 from tests.support.ranks import run_ranks
 from tests.support.tiny import MASK, VARIANTS, tiny_config
 
 
 def linear_flops(config: Config) -> int:
     """FLOPs of a forward pass over 2 rows of 32 tokens, attention left out."""
-    model = megatron_model(config, own_tensors(config, wide_weights(config)))
+    model = megatron_model(config, megatron_tensors(config, wide_weights(config)))
     tokens = torch.randint(0, MASK, (2, 32))
     positions = torch.arange(32).expand(2, 32)
     with FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -9,9 +9,11 @@ from pathlib import Path
 import torch
 
 from megatron_dmtd.config import CycleConfig, ModelConfig
+from megatron_dmtd.config.decoder import decoder_of
 from megatron_dmtd.conversion.hf_directory import write_hf_directory
-from megatron_dmtd.conversion.rules import TensorSpec, rules
 from megatron_dmtd.families import ModelDescription, write_fields
+from megatron_dmtd.weights.megatron_names import rules
+from megatron_dmtd.weights.specs import TensorSpec
 
 VANILLA = CycleConfig(variant="vanilla")
 
@@ -43,7 +45,7 @@ def random_hf_directory(
     shard_bytes: int = 5 * 10**9,
 ) -> Path:
     """A directory of random weights, made one tensor at a time, so that it may be larger than memory."""
-    specs = {name: TensorSpec(shape, dtype) for rule in rules(model) for name, shape in rule.foreign}
+    specs = {name: TensorSpec(shape, dtype) for rule in rules(decoder_of(model)) for name, shape in rule.hf}
     generator = torch.Generator().manual_seed(seed)
 
     def tensors():

@@ -8,7 +8,7 @@ from megatron_dmtd.architecture import RotaryProfile
 from megatron_dmtd.architecture.rotary import attention_factor, inverse_frequencies
 from megatron_dmtd.config import Config, ModelConfig
 from megatron_dmtd.config.decoder import decoder_of
-from megatron_dmtd.conversion.rules import from_hf
+from megatron_dmtd.weights.megatron_names import from_hf
 from tests.oracles.parallel_dmtd import Shape, Weights, random_weights
 
 
@@ -50,6 +50,6 @@ def wide_weights(config: Config, *, seed: int = 0) -> Weights:
     return random_weights(shape_of(config), seed)
 
 
-def own_tensors(config: Config, weights: Weights) -> dict[str, torch.Tensor]:
+def megatron_tensors(config: Config, weights: Weights) -> dict[str, torch.Tensor]:
     """The weights in fp32 by the names of a whole Megatron model."""
-    return from_hf(config.model, {name: tensor.float() for name, tensor in weights.items()})
+    return from_hf(decoder_of(config.model), {name: tensor.float() for name, tensor in weights.items()})

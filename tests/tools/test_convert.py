@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from megatron_dmtd.conversion.checkpoint_io import CheckpointTensors
-from megatron_dmtd.conversion.weight_files import WeightFiles
+from megatron_dmtd.weights.safetensors_files import WeightFiles
+from megatron_dmtd.weights.torch_dist import CheckpointTensors
 from tools.convert import main
 
 CYCLE_OPTIONS = ["--variant", "causal-refresh", "--num-parallel-layers", "1", "--mask-token-id", "9"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_dmtd.config import Config
+from megatron_dmtd.config.decoder import decoder_of
 from tests.support.ranks import run_ranks
 from tests.support.tiny import VARIANTS, tiny_config, with_settings
 
@@ -40,12 +41,12 @@ def megatron_run(config: Config) -> tuple[dict[str, torch.Tensor], list[Any], li
 def _plain_run(
     config: Config, weights: dict[str, torch.Tensor], batches: list[Any], rates: list[float]
 ) -> list[tuple[float, float]]:
-    from megatron_dmtd.conversion.rules import to_hf
     from megatron_dmtd.families import ModelDescription, write_fields
     from megatron_dmtd.hf import DMTDQwen3Config, DMTDQwen3ForCausalLM
+    from megatron_dmtd.weights.megatron_names import to_hf
 
     model = DMTDQwen3ForCausalLM(DMTDQwen3Config(**write_fields(ModelDescription(model=config.model, cycle=config.cycle))))
-    model.load_state_dict(to_hf(config.model, weights), strict=False)
+    model.load_state_dict(to_hf(decoder_of(config.model), weights), strict=False)
     model.tie_weights()
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     exempt = [parameter for parameter in model.parameters() if parameter.dim() == 1]

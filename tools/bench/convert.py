@@ -26,12 +26,14 @@ from typing import Any
 import torch
 
 from megatron_dmtd.config import CycleConfig, ModelConfig
+from megatron_dmtd.config.decoder import decoder_of
 from megatron_dmtd.conversion.compare import compare
 from megatron_dmtd.conversion.convert import export_hf, import_hf
 from megatron_dmtd.conversion.hf_directory import write_hf_directory
-from megatron_dmtd.conversion.rules import TensorSpec, rules
 from megatron_dmtd.conversion.sources import open_source
 from megatron_dmtd.families import ModelDescription, write_fields
+from megatron_dmtd.weights.megatron_names import rules
+from megatron_dmtd.weights.specs import TensorSpec
 
 _CONVERSIONS = {"import": import_hf, "export": export_hf}
 
@@ -49,7 +51,7 @@ def _model(arguments: argparse.Namespace, num_layers: int) -> ModelConfig:
 
 def make_directory(directory: Path, model: ModelConfig) -> None:
     """A Hugging Face directory of random bf16 weights, one tensor in memory at a time."""
-    specs = {name: TensorSpec(shape, torch.bfloat16) for rule in rules(model) for name, shape in rule.foreign}
+    specs = {name: TensorSpec(shape, torch.bfloat16) for rule in rules(decoder_of(model)) for name, shape in rule.hf}
     generator = torch.Generator().manual_seed(0)
     tensors = ((name, torch.empty(spec.shape, dtype=spec.dtype).normal_(generator=generator)) for name, spec in specs.items())
     fields = write_fields(ModelDescription(model=model, cycle=CycleConfig(variant="vanilla")))

@@ -16,11 +16,9 @@ from megatron_dmtd.errors import CheckpointError, Refusal
 from megatron_dmtd.infra.checksums import CHECKSUMS_FILE, has_checksums
 from megatron_dmtd.infra.directories import REMOVED_NAME, hide
 from megatron_dmtd.infra.files import TEMPORARY_NAME, flush, write_atomically
+from megatron_dmtd.weights.checkpoint_files import CONFIG_FILE, METADATA_FILE
 
 LATEST_FILE = "latest"
-CONFIG_FILE = "config.yaml"
-#: Megatron writes this file last
-METADATA_FILE = "metadata.json"
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 #: directories that are being written or removed, and temporary files
 _LEFTOVER_NAMES = (re.compile(r"\.partial-.*"), REMOVED_NAME, TEMPORARY_NAME)

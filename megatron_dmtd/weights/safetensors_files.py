@@ -18,10 +18,10 @@ from typing import Any, BinaryIO
 import numpy
 import torch
 
-from megatron_dmtd.conversion.overlap import Flusher, SteadyFile
-from megatron_dmtd.conversion.rules import TensorSpec
 from megatron_dmtd.errors import ConversionError
 from megatron_dmtd.infra.json_files import parse_object
+from megatron_dmtd.weights.prefetch import Flusher, SteadyFile
+from megatron_dmtd.weights.specs import TensorSpec, num_bytes_of
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -53,11 +53,6 @@ def _refusal(found: str) -> ConversionError:
         required=f"{SINGLE_FILE}, or {INDEX_FILE} with all of its shards, whole",
         remedy="download the model again, or save it with save_pretrained(..., safe_serialization=True)",
     )
-
-
-def num_bytes_of(spec: TensorSpec) -> int:
-    """Size of a tensor in bytes."""
-    return math.prod(spec.shape) * spec.dtype.itemsize
 
 
 def map_tensor(path: Path, offset: int, spec: TensorSpec) -> torch.Tensor:

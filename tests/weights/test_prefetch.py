@@ -2,8 +2,8 @@ import threading
 
 import pytest
 
-from megatron_dmtd.conversion import overlap
-from megatron_dmtd.conversion.overlap import Flusher, SteadyFile, read_ahead
+from megatron_dmtd.weights import prefetch
+from megatron_dmtd.weights.prefetch import Flusher, SteadyFile, read_ahead
 
 
 def test_items_come_in_order_and_no_more_than_one_is_read_ahead():
@@ -62,8 +62,8 @@ def test_the_error_of_the_block_hides_no_other():
 
 
 def test_a_steady_file_holds_what_was_written_and_is_flushed_on_the_way(tmp_path, monkeypatch):
-    monkeypatch.setattr(overlap, "_PIECE_BYTES", 7)
-    monkeypatch.setattr(overlap, "_FLUSHED_BYTES", 20)
+    monkeypatch.setattr(prefetch, "_PIECE_BYTES", 7)
+    monkeypatch.setattr(prefetch, "_FLUSHED_BYTES", 20)
     flushed: list[int] = []
     path = tmp_path / "file"
     with Flusher() as flusher:

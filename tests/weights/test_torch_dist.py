@@ -11,17 +11,22 @@ import pytest
 import torch
 
 from megatron_dmtd.config import Config
-from megatron_dmtd.conversion.checkpoint_io import CheckpointTensors, _mapped, read_checkpoint_config
-from megatron_dmtd.conversion.checkpoint_io import write_model_checkpoint as write_lazily
-from megatron_dmtd.conversion.rules import rules, spec_of
+from megatron_dmtd.config.decoder import decoder_of
 from megatron_dmtd.errors import CheckpointError, ConversionError
+from megatron_dmtd.weights.megatron_names import rules
+from megatron_dmtd.weights.specs import spec_of
+from megatron_dmtd.weights.torch_dist import CheckpointTensors, _mapped, read_checkpoint_config
+from megatron_dmtd.weights.torch_dist import write_model_checkpoint as write_lazily
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_config, with_settings
 
 
-def own_tensors(config: Config, dtype=torch.float32) -> dict[str, torch.Tensor]:
+def megatron_tensors(config: Config, dtype=torch.float32) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return {rule.own_name: torch.randn(rule.own_shapes[0], generator=generator).to(dtype) for rule in rules(config.model)}
+    return {
+        rule.megatron_name: torch.randn(rule.megatron_shapes[0], generator=generator).to(dtype)
+        for rule in rules(decoder_of(config.model))
+    }
 
 
 def write_model_checkpoint(directory, tensors: dict[str, torch.Tensor], config: Config, **options) -> None:
@@ -114,7 +119,7 @@ def test_reads_what_the_trainer_saves(tmp_path, tied, tensor, pipeline):
     config = tiny_config("causal-refresh", model={"tie_word_embeddings": tied}, parallel=layout)
     ranks = run_ranks(2, save_with_megatron, config, str(tmp_path / "run"))
     found = read_model_tensors(tmp_path / "run" / "step_00000000")
-    expected_names = sorted(rule.own_name for rule in rules(config.model))
+    expected_names = sorted(rule.megatron_name for rule in rules(decoder_of(config.model)))
     assert sorted(found) == expected_names
     if tensor == 2:
         expected = {name: in_one_piece(name, [rank[name] for rank in ranks]) for name in ranks[0]}
@@ -131,7 +136,7 @@ def test_reads_what_the_trainer_saves(tmp_path, tied, tensor, pipeline):
 def test_the_trainer_loads_what_we_write(tmp_path, tied, tensor, pipeline):
     layout = {"tensor": tensor, "pipeline": pipeline}
     config = tiny_config("causal-refresh", model={"tie_word_embeddings": tied}, parallel=layout)
-    expected = own_tensors(config)
+    expected = megatron_tensors(config)
     write_model_checkpoint(tmp_path / "start", expected, config)
     ranks = run_ranks(2, load_with_megatron, config, str(tmp_path / "start"))
     if tensor == 2:
@@ -152,7 +157,7 @@ def save_interleaved(config: Config, directory: str) -> None:
     filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     rank, num_layers = torch.distributed.get_rank(), config.model.num_layers
     state = {}
-    for name, tensor in own_tensors(config).items():
+    for name, tensor in megatron_tensors(config).items():
         if not name.startswith("decoder.layers."):
             state[name] = ShardedTensor.from_rank_offsets(name, tensor, replica_id=rank)
             continue
@@ -172,8 +177,8 @@ def save_interleaved(config: Config, directory: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reads_what_it_writes(tmp_path, dtype):
     config = tiny_config()
-    write_model_checkpoint(tmp_path / "a" / "b", own_tensors(config, dtype), config)
-    assert_same(read_model_tensors(tmp_path / "a" / "b"), own_tensors(config, dtype))
+    write_model_checkpoint(tmp_path / "a" / "b", megatron_tensors(config, dtype), config)
+    assert_same(read_model_tensors(tmp_path / "a" / "b"), megatron_tensors(config, dtype))
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
 
 
@@ -181,9 +186,9 @@ def test_tensors_are_written_in_their_turn_where_there_is_a_gpu(tmp_path, monkey
     """There torch's writer would copy ahead, small tensors first, on a stream of the device."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = tiny_config()
-    write_model_checkpoint(tmp_path / "start", own_tensors(config), config)
+    write_model_checkpoint(tmp_path / "start", megatron_tensors(config), config)
     monkeypatch.undo()
-    assert_same(read_model_tensors(tmp_path / "start"), own_tensors(config))
+    assert_same(read_model_tensors(tmp_path / "start"), megatron_tensors(config))
 
 
 def test_megatron_recognises_the_format(tmp_path):
@@ -193,13 +198,13 @@ def test_megatron_recognises_the_format(tmp_path):
     from megatron.core.dist_checkpointing import check_is_distributed_checkpoint
 
     config = tiny_config()
-    write_model_checkpoint(tmp_path / "start", own_tensors(config), config)
+    write_model_checkpoint(tmp_path / "start", megatron_tensors(config), config)
     assert check_is_distributed_checkpoint(str(tmp_path / "start"))
 
 
 def test_tensors_that_are_not_the_model_are_not_written(tmp_path):
     config = tiny_config()
-    tensors = own_tensors(config)
+    tensors = megatron_tensors(config)
     del tensors["decoder.layers.2.mlp.linear_fc2.weight"]
     with pytest.raises(ConversionError, match=r"missing: decoder\.layers\.2\.mlp\.linear_fc2"):
         write_model_checkpoint(tmp_path / "start", tensors, config)
@@ -208,7 +213,7 @@ def test_tensors_that_are_not_the_model_are_not_written(tmp_path):
 
 def test_layers_of_two_types_are_refused(tmp_path):
     config = tiny_config()
-    tensors = own_tensors(config)
+    tensors = megatron_tensors(config)
     tensors["decoder.layers.1.input_layernorm.weight"] = tensors["decoder.layers.1.input_layernorm.weight"].bfloat16()
     with pytest.raises(ConversionError, match=r"input_layernorm\.weight mixes torch\.bfloat16 and"):
         write_model_checkpoint(tmp_path / "start", tensors, config)
@@ -217,14 +222,14 @@ def test_layers_of_two_types_are_refused(tmp_path):
 def test_a_used_directory_is_refused(tmp_path):
     (tmp_path / "mine").write_text("keep")
     with pytest.raises(ConversionError, match="not an empty directory"):
-        write_model_checkpoint(tmp_path, own_tensors(tiny_config()), tiny_config())
+        write_model_checkpoint(tmp_path, megatron_tensors(tiny_config()), tiny_config())
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 @pytest.mark.parametrize("damage", ["cut data", "lost data", "cut metadata", "lost metadata"])
 def test_a_damaged_checkpoint_is_refused_before_a_tensor_is_read(tmp_path, damage):
     config = tiny_config()
-    write_model_checkpoint(tmp_path / "start", own_tensors(config), config)
+    write_model_checkpoint(tmp_path / "start", megatron_tensors(config), config)
     victim = tmp_path / "start" / (".metadata" if "metadata" in damage else "__2_0.distcp")
     if damage.startswith("lost"):
         victim.unlink()
@@ -237,7 +242,7 @@ def test_a_damaged_checkpoint_is_refused_before_a_tensor_is_read(tmp_path, damag
 
 def test_a_piece_that_no_rank_wrote_is_noticed(tmp_path):
     config = tiny_config()
-    write_model_checkpoint(tmp_path / "start", own_tensors(config), config)
+    write_model_checkpoint(tmp_path / "start", megatron_tensors(config), config)
     path = tmp_path / "start" / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks.pop()
@@ -248,7 +253,7 @@ def test_a_piece_that_no_rank_wrote_is_noticed(tmp_path):
 
 def test_scrambled_bytes_of_a_tensor_are_refused_when_they_are_read(tmp_path):
     config = tiny_config()
-    write_model_checkpoint(tmp_path / "start", own_tensors(config), config)
+    write_model_checkpoint(tmp_path / "start", megatron_tensors(config), config)
     victim = tmp_path / "start" / "__2_0.distcp"
     victim.write_bytes(bytes(victim.stat().st_size))
     checkpoint = CheckpointTensors(tmp_path / "start")
@@ -261,12 +266,12 @@ def test_layers_in_any_order_over_ranks_are_read(tmp_path):
     """Interleaved (virtual) pipeline stages: rank 0 holds layers 0 and 2, rank 1 layers 1 and 3."""
     config = tiny_config()
     run_ranks(2, save_interleaved, config, str(tmp_path / "run"))
-    assert_same(read_model_tensors(tmp_path / "run"), own_tensors(config))
+    assert_same(read_model_tensors(tmp_path / "run"), megatron_tensors(config))
 
 
 def test_tensors_are_fetched_one_at_a_time_and_the_files_are_those_of_a_layer(tmp_path):
     config = tiny_config()
-    tensors, fetched = own_tensors(config), []
+    tensors, fetched = megatron_tensors(config), []
 
     def read(name: str) -> torch.Tensor:
         fetched.append(name)
@@ -280,7 +285,7 @@ def test_tensors_are_fetched_one_at_a_time_and_the_files_are_those_of_a_layer(tm
 
 def test_a_checkpoint_without_its_configuration_is_refused(tmp_path):
     config = with_settings(tiny_config(), training={"steps": 7})
-    write_model_checkpoint(tmp_path / "start", own_tensors(config), config)
+    write_model_checkpoint(tmp_path / "start", megatron_tensors(config), config)
     assert read_checkpoint_config(tmp_path / "start") == config
     (tmp_path / "start" / "config.yaml").unlink()
     with pytest.raises(CheckpointError, match=r"config\.yaml"):
@@ -289,7 +294,7 @@ def test_a_checkpoint_without_its_configuration_is_refused(tmp_path):
 
 def test_the_metadata_names_the_format(tmp_path):
     config = tiny_config()
-    write_model_checkpoint(tmp_path / "start", own_tensors(config), config)
+    write_model_checkpoint(tmp_path / "start", megatron_tensors(config), config)
     assert json.loads((tmp_path / "start" / "metadata.json").read_text()) == {
         "sharded_backend": "torch_dist",
         "sharded_backend_version": 1,

@@ -3,12 +3,15 @@ import itertools
 import pytest
 import torch
 
+from megatron_dmtd.architecture import DecoderSpec
 from megatron_dmtd.config import ModelConfig
-from megatron_dmtd.conversion.rules import check_foreign, from_hf, rules, spec_of, to_hf
+from megatron_dmtd.config.decoder import decoder_of
 from megatron_dmtd.errors import ConversionError
+from megatron_dmtd.weights.megatron_names import check_hf, from_hf, rules, to_hf
+from megatron_dmtd.weights.specs import spec_of
 
 
-def model_config(**changes) -> ModelConfig:
+def decoder(**changes) -> DecoderSpec:
     shape = {
         "num_layers": 2,
         "hidden_size": 8,
@@ -18,12 +21,12 @@ def model_config(**changes) -> ModelConfig:
         "head_dim": 6,
         "vocab_size": 100,
     }
-    return ModelConfig(**(shape | changes))
+    return decoder_of(ModelConfig(**(shape | changes)))
 
 
-def foreign_tensors(model: ModelConfig, dtype=torch.float32) -> dict[str, torch.Tensor]:
+def hf_tensors(model: DecoderSpec, dtype=torch.float32) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for rule in rules(model) for name, shape in rule.foreign}
+    return {name: torch.randn(shape, generator=generator).to(dtype) for rule in rules(model) for name, shape in rule.hf}
 
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -35,8 +38,8 @@ CASES = list(itertools.product([torch.float32, torch.bfloat16], [True, False], [
 
 @pytest.mark.parametrize(("dtype", "tied", "qk_norm"), CASES)
 def test_there_and_back_is_bitwise(dtype, tied, qk_norm):
-    model = model_config(tie_word_embeddings=tied, qk_norm=qk_norm)
-    foreign = foreign_tensors(model, dtype)
+    model = decoder(tie_word_embeddings=tied, qk_norm=qk_norm)
+    foreign = hf_tensors(model, dtype)
     own = from_hf(model, foreign)
     back = to_hf(model, own)
     assert list(back) == list(foreign)
@@ -45,8 +48,8 @@ def test_there_and_back_is_bitwise(dtype, tied, qk_norm):
     assert all(same_bits(again[name], own[name]) for name in own)
 
 
-def test_own_names_are_those_of_megatron():
-    names = {rule.own_name: rule.own_shapes[0] for rule in rules(model_config(num_layers=1, tie_word_embeddings=False))}
+def test_names_on_this_side_are_those_of_megatron():
+    names = {rule.megatron_name: rule.megatron_shapes[0] for rule in rules(decoder(num_layers=1, tie_word_embeddings=False))}
     assert names == {
         "embedding.word_embeddings.weight": (128, 8),
         "decoder.layers.0.input_layernorm.weight": (8,),
@@ -76,14 +79,14 @@ def test_foreign_names_are_those_of_transformers():
         "tie_word_embeddings": False,
     }
     for qk_norm, theirs in ((True, Qwen3ForCausalLM(Qwen3Config(**sizes))), (False, LlamaForCausalLM(LlamaConfig(**sizes)))):
-        model = model_config(qk_norm=qk_norm, tie_word_embeddings=False)
-        check_foreign(model, {name: spec_of(tensor) for name, tensor in theirs.state_dict().items()})
+        model = decoder(qk_norm=qk_norm, tie_word_embeddings=False)
+        check_hf(model, {name: spec_of(tensor) for name, tensor in theirs.state_dict().items()})
 
 
 def test_each_group_of_query_heads_stands_with_its_key_and_value():
     # 4 query heads, 2 groups, head width 2, one column: rows are numbered by what they are
-    model = model_config(num_layers=1, hidden_size=1, head_dim=2, qk_norm=False)
-    foreign = foreign_tensors(model)
+    model = decoder(num_layers=1, hidden_size=1, head_dim=2, qk_norm=False)
+    foreign = hf_tensors(model)
     prefix = "model.layers.0.self_attn"
     foreign[f"{prefix}.q_proj.weight"] = torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0], [5.0], [6.0], [7.0]])
     foreign[f"{prefix}.k_proj.weight"] = torch.tensor([[10.0], [11.0], [12.0], [13.0]])
@@ -93,16 +96,16 @@ def test_each_group_of_query_heads_stands_with_its_key_and_value():
 
 
 def test_gate_comes_before_up():
-    model = model_config(num_layers=1)
-    foreign = foreign_tensors(model)
+    model = decoder(num_layers=1)
+    foreign = hf_tensors(model)
     own = from_hf(model, foreign)["decoder.layers.0.mlp.linear_fc1.weight"]
     assert torch.equal(own[:12], foreign["model.layers.0.mlp.gate_proj.weight"])
     assert torch.equal(own[12:], foreign["model.layers.0.mlp.up_proj.weight"])
 
 
 def test_padded_rows_are_zero_and_cut_off_again():
-    model = model_config(tie_word_embeddings=False)
-    own = from_hf(model, foreign_tensors(model))
+    model = decoder(tie_word_embeddings=False)
+    own = from_hf(model, hf_tensors(model))
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         assert own[name].shape == (128, 8)
         assert not own[name][100:].any() and own[name][:100].any()
@@ -111,16 +114,16 @@ def test_padded_rows_are_zero_and_cut_off_again():
 
 
 def test_an_unpadded_table_is_accepted_on_the_way_out():
-    model = model_config()
-    foreign = foreign_tensors(model)
+    model = decoder()
+    foreign = hf_tensors(model)
     own = from_hf(model, foreign)
     own["embedding.word_embeddings.weight"] = own["embedding.word_embeddings.weight"][:100]
     assert torch.equal(to_hf(model, own)["model.embed_tokens.weight"], foreign["model.embed_tokens.weight"])
 
 
 def test_all_faults_of_an_import_are_in_one_error():
-    model = model_config()
-    foreign = foreign_tensors(model)
+    model = decoder()
+    foreign = hf_tensors(model)
     del foreign["model.norm.weight"]
     foreign["model.layers.2.input_layernorm.weight"] = torch.zeros(8)
     foreign["model.layers.0.mlp.down_proj.weight"] = torch.zeros(8, 11)
@@ -141,8 +144,8 @@ def test_all_faults_of_an_import_are_in_one_error():
 
 
 def test_all_faults_of_an_export_are_in_one_error():
-    model = model_config()
-    own = from_hf(model, foreign_tensors(model))
+    model = decoder()
+    own = from_hf(model, hf_tensors(model))
     del own["decoder.layers.1.mlp.linear_fc2.weight"]
     own["output_layer.weight"] = torch.zeros(128, 8)
     own["embedding.word_embeddings.weight"] = torch.zeros(112, 8)
@@ -157,16 +160,16 @@ def test_all_faults_of_an_export_are_in_one_error():
 
 
 def test_q_and_k_norms_are_neither_dropped_nor_invented():
-    with_norm, without = model_config(), model_config(qk_norm=False)
+    with_norm, without = decoder(), decoder(qk_norm=False)
     with pytest.raises(ConversionError, match=r"unknown: model\.layers\.0\.self_attn\.q_norm\.weight"):
-        from_hf(without, foreign_tensors(with_norm))
+        from_hf(without, hf_tensors(with_norm))
     with pytest.raises(ConversionError, match=r"missing: model\.layers\.1\.self_attn\.k_norm\.weight"):
-        from_hf(with_norm, foreign_tensors(without))
+        from_hf(with_norm, hf_tensors(without))
 
 
 def test_a_tied_head_may_be_stored_twice_but_not_differ():
-    model = model_config()
-    foreign = foreign_tensors(model)
+    model = decoder()
+    foreign = hf_tensors(model)
     foreign["lm_head.weight"] = foreign["model.embed_tokens.weight"].clone()
     assert "output_layer.weight" not in from_hf(model, foreign)
     foreign["lm_head.weight"][99, 7] += 1

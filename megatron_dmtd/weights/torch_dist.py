@@ -49,18 +49,17 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megatron_dmtd.config import Config, from_yaml, to_yaml
-from megatron_dmtd.conversion.overlap import Flusher, SteadyFile, read_ahead
-from megatron_dmtd.conversion.rules import LAYERS, TensorSpec, check_own
-from megatron_dmtd.conversion.weight_files import map_tensor, num_bytes_of
+from megatron_dmtd.config.decoder import decoder_of
 from megatron_dmtd.errors import CheckpointError, ConfigError, ConversionError
 from megatron_dmtd.infra.checksums import write_checksums
 from megatron_dmtd.infra.digests import sha256_of_file
 from megatron_dmtd.infra.directories import new_directory
 from megatron_dmtd.infra.files import write_atomically
-from megatron_dmtd.training.checkpoints.paths import CONFIG_FILE, METADATA_FILE
-
-#: a tokenizer that has no other home travels in this folder of a checkpoint
-TOKENIZER_FOLDER = "tokenizer"
+from megatron_dmtd.weights.checkpoint_files import CONFIG_FILE, METADATA_FILE, TOKENIZER_FOLDER
+from megatron_dmtd.weights.megatron_names import LAYERS, check_megatron
+from megatron_dmtd.weights.prefetch import Flusher, SteadyFile, read_ahead
+from megatron_dmtd.weights.safetensors_files import map_tensor
+from megatron_dmtd.weights.specs import TensorSpec, num_bytes_of
 
 _METADATA = {
     "sharded_backend": "torch_dist",
@@ -312,7 +311,7 @@ def write_model_checkpoint(
     """
     directory = Path(directory)
     num_layers = config.model.num_layers
-    check_own(config.model, specs)
+    check_megatron(decoder_of(config.model), specs)
     _check_stackable(specs, num_layers=num_layers)
     with new_directory(directory, error=ConversionError, num_bytes=sum(map(num_bytes_of, specs.values()))) as aside:
         for path in tokenizer:

@@ -5,9 +5,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_dmtd.conversion.rules import TensorSpec, spec_of
-from megatron_dmtd.conversion.weight_files import WeightFiles, write_weights
 from megatron_dmtd.errors import ConversionError
+from megatron_dmtd.weights.safetensors_files import WeightFiles, write_weights
+from megatron_dmtd.weights.specs import TensorSpec, spec_of
 
 
 def tensors():

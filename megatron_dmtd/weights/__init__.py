@@ -1,0 +1,1 @@
+"""Weights between formats: safetensors files, distributed checkpoints, Megatron's names, and live streams between them."""
