@@ -1,28 +1,21 @@
-"""Inputs, cut into blocks that are read and tokenised independently of each other; lines of files, and files of folders.
+"""What a source of raw documents is: an input, cut into blocks that are read and tokenised independently of each other.
 
 An `Input` is one file, folder or data set. Its blocks come in a fixed order and with fixed bounds on every machine, which is what
 makes the result of a run independent of the number of its workers and lets an interrupted run go on. A `Block` is small, can be
 sent to another process, and yields its documents there; an input reads no more than it must to find the bounds of its blocks.
 
-No tokens here. Tables are in `tables.py`; `sources.py` opens inputs by their names.
+Inputs of text are in `text_files.py`, of tables in `tables.py`; `sources.py` opens them by name. No tokens here.
 """
 
 from __future__ import annotations
 
-import hashlib
-import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from megatron_dmtd.data.corpora.compressed import ByteStream, DamagedFileError
-from megatron_dmtd.data.corpora.documents import BadDocument, Document, RecordKeys, text_document
-from megatron_dmtd.errors import DataError
-from megatron_dmtd.infra.digests import sha256_of_text
+from megatron_dmtd.data.corpora.documents import BadDocument, Document
 
-#: the name of the input that any machine with Python has
-STDLIB = "stdlib"
 #: bytes of raw content in a block, about; a single document may be longer
 BLOCK_BYTES = 4 << 20
 #: documents in a block, at most, of inputs whose documents may be tiny or empty
@@ -68,63 +61,6 @@ class Input(Protocol):
         ...
 
 
-def lines_of(data: bytes, *, first_line: int) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines, without the blank ones."""
-    for number, line in enumerate(data.split(b"\n"), start=first_line):
-        if line and not line.isspace():
-            yield number, line
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LinesBlock:
-    """Whole lines of a .jsonl file. Their documents are named `file:line`, counted from 1."""
-
-    path: Path
-    keys: RecordKeys
-    first_line: int
-    num_bytes: int
-    """On disk; of compressed files, about."""
-    data: bytes | None = None
-    """The lines, of a compressed file. None: they are read from the place below."""
-    offset: int = 0
-    """Of a plain file: where the lines start. `num_bytes` is their length."""
-
-    def entries(self) -> Iterator[Entry]:
-        """Parse each line in turn."""
-        data = self.data
-        if data is None:
-            with self.path.open("rb") as stream:
-                stream.seek(self.offset)
-                data = stream.read(self.num_bytes)
-        for number, line in lines_of(data, first_line=self.first_line):
-            yield self.keys.parse(line, name=f"{self.path.name}:{number}", where=f"line {number} of {self.path}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FilesBlock:
-    """Text files, one document each."""
-
-    files: tuple[tuple[str, str, bytes], ...]
-    """Name, path and content."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(len(content) for _, _, content in self.files)
-
-    def entries(self) -> Iterator[Entry]:
-        """Decode each file, with its line ends untouched."""
-        for name, path, content in self.files:
-            try:
-                text = content.decode("utf-8")
-            except UnicodeDecodeError as error:
-                line = content.count(b"\n", 0, error.start) + 1
-                found = f"line {line} of {path}: {error}"
-                yield BadDocument(name=name, kind="not UTF-8", found=found, required="text files in UTF-8")
-            else:
-                yield text_document(text, name=name, where=path)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntriesBlock:
     """Documents that are at hand already."""
@@ -137,140 +73,7 @@ class EntriesBlock:
         return iter(self.documents)
 
 
-class LinesInput:
-    """A .jsonl file, plain or compressed."""
-
-    def __init__(self, path: Path, keys: RecordKeys) -> None:
-        self.name = str(path)
-        self.description = f"{keys.description} of {path.name}"
-        self.num_bytes = path.stat().st_size
-        self._path, self._keys = path, keys
-        self._stream = ByteStream(path)
-
-    def identity(self) -> str:
-        """Path, size and time of change."""
-        return file_identity(self._path)
-
-    @property
-    def sha256(self) -> str:
-        """Digest of the file on disk, as `sha256sum` gives it."""
-        return self._stream.sha256
-
-    def blocks(self, block_bytes: int) -> Iterator[Block]:
-        """Runs of whole lines. A compressed file that breaks off yields all its whole lines, then the damage."""
-        stream = self._stream = ByteStream(self._path, read_bytes=block_bytes)
-        pending: list[bytes] = []
-        size, offset, first_line, disk_bytes = 0, 0, 1, 0
-        damage = ""
-        chunks = iter(stream)
-        while True:
-            try:
-                chunk = next(chunks, None)
-            except DamagedFileError as error:
-                chunk, damage = None, str(error)
-            if chunk is not None:
-                pending.append(chunk)
-                size += len(chunk)
-                if size < block_bytes or b"\n" not in chunk:
-                    continue
-            data = b"".join(pending)
-            # At the end of a whole file the last line needs no line end; a line that damage cuts is lost.
-            end = len(data) if chunk is None and not damage else data.rfind(b"\n") + 1
-            lines, rest = data[:end], data[end:]
-            if lines:
-                yield self._block(lines, offset=offset, first_line=first_line, disk_bytes=stream.bytes_read - disk_bytes)
-                disk_bytes = stream.bytes_read
-                offset, first_line = offset + len(lines), first_line + lines.count(b"\n")
-            if chunk is None:
-                break
-            pending, size = [rest] if rest else [], len(rest)
-        if damage:
-            found = f"line {first_line} of {self._path}: {damage}"
-            name = f"{self._path.name}:{first_line}"
-            yield EntriesBlock(documents=(BadDocument(name=name, kind="damaged file", found=found, required="a whole file"),))
-
-    def _block(self, lines: bytes, *, offset: int, first_line: int, disk_bytes: int) -> LinesBlock:
-        if self._path.suffix in (".gz", ".zst"):
-            return LinesBlock(path=self._path, keys=self._keys, first_line=first_line, num_bytes=disk_bytes, data=lines)
-        return LinesBlock(path=self._path, keys=self._keys, first_line=first_line, num_bytes=len(lines), offset=offset)
-
-
-class FolderInput:
-    """Text files under one folder, one document each, named by their path from the folder."""
-
-    def __init__(self, root: Path, paths: Sequence[Path], *, name: str, description: str) -> None:
-        self.name = name
-        self.description = description
-        self._files = sorted((path.relative_to(root).as_posix(), path) for path in paths)
-        self.num_bytes = sum(path.stat().st_size for path in paths)
-        self._digest = hashlib.sha256()
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all files in order."""
-        return [name for name, _ in self._files]
-
-    def identity(self) -> str:
-        """Names, sizes and times of change of all files."""
-        return sha256_of_text("".join(file_identity(path) for _, path in self._files))
-
-    @property
-    def sha256(self) -> str:
-        """Digest of `sha256  name` lines, in the order of the names: what `sha256sum` of all files gives, digested again."""
-        return self._digest.hexdigest()
-
-    def blocks(self, block_bytes: int) -> Iterator[Block]:
-        """Runs of files."""
-        self._digest = hashlib.sha256()
-        files: list[tuple[str, str, bytes]] = []
-        size = 0
-        for name, path in self._files:
-            content = path.read_bytes()
-            self._digest.update(f"{hashlib.sha256(content).hexdigest()}  {name}\n".encode(errors="surrogateescape"))
-            files.append((name, str(path), content))
-            size += len(content)
-            if size >= block_bytes or len(files) >= BLOCK_DOCUMENTS:
-                yield FilesBlock(files=tuple(files))
-                files, size = [], 0
-        if files:
-            yield FilesBlock(files=tuple(files))
-
-
 def file_identity(path: Path) -> str:
     """Path, size and time of change."""
     status = path.stat()
     return f"{path.resolve()} {status.st_size} {status.st_mtime_ns}\n".encode(errors="replace").decode()
-
-
-def folder_input(folder: Path, *, patterns: Sequence[str]) -> FolderInput:
-    """The files of `folder` that match a glob pattern. Raises `DataError` if there is none."""
-    paths = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
-    if not paths:
-        raise DataError(
-            found=f"no file in {folder} that matches {' or '.join(patterns)}",
-            required="at least one text file",
-            remedy="check the folder and --pattern (**/*.txt also searches its subfolders)",
-        )
-    return FolderInput(folder, list(paths), name=str(folder), description=f"{' and '.join(patterns)} in {folder.name}")
-
-
-def stdlib_input() -> FolderInput:
-    """The standard library of the Python that runs this: real text on any machine, about 30 MB.
-
-    All .py files that hold text: a few are empty, or test Python's handling of encodings and are not UTF-8.
-    """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    installed = {"site-packages", "dist-packages"}
-    paths = [
-        path
-        for path in root.rglob("*.py")
-        if path.is_file() and installed.isdisjoint(path.relative_to(root).parts) and _holds_text(path)
-    ]
-    return FolderInput(root, paths, name=STDLIB, description=f"standard library of Python {sysconfig.get_python_version()}")
-
-
-def _holds_text(path: Path) -> bool:
-    try:
-        return bool(path.read_bytes().decode("utf-8"))
-    except UnicodeDecodeError:
-        return False

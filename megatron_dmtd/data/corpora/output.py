@@ -225,7 +225,10 @@ class PartialOutput:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Keep what can be gone on with; a run that has nothing on disk leaves nothing."""
+        self.close()
+
+    def close(self) -> None:
+        """Keep what a later run can resume; a run that has saved nothing leaves nothing."""
         for split in self._splits.values():
             for file in split.files:
                 file.close()

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_dmtd.data.corpora.documents import BadDocument, Document, RecordKeys
-from megatron_dmtd.data.corpora.inputs import BLOCK_BYTES, STDLIB, Input, LinesInput, folder_input, stdlib_input
+from megatron_dmtd.data.corpora.inputs import BLOCK_BYTES, Input
 from megatron_dmtd.data.corpora.tables import DatasetInput, ParquetInput
+from megatron_dmtd.data.corpora.text_files import STDLIB, LinesInput, folder_input, stdlib_input
 from megatron_dmtd.errors import DataError
 
 #: what the name of an input of the `datasets` library starts with

@@ -1,190 +1,7 @@
-"""Inputs: which documents they hold, under which names, and that their blocks join without a seam."""
-
-import gzip
-import hashlib
-import json
-import pickle
-
-import pytest
-
-from megatron_dmtd.data.corpora.documents import BadDocument, Document, RecordKeys
-from megatron_dmtd.data.corpora.inputs import BLOCK_BYTES, folder_input, stdlib_input
-from megatron_dmtd.data.corpora.sources import open_inputs, open_source
-from megatron_dmtd.errors import DataError
-
-LINES = [json.dumps({"text": f"line {i} é"}, ensure_ascii=False) for i in range(1, 60)]
-CONTENT = ("\n".join(LINES[:30]) + "\n\n  \n" + "\r\n".join(LINES[30:])).encode()  # blank lines, \r, no line end at the end
-
-
-def zstd(data):
-    import zstandard
-
-    return zstandard.ZstdCompressor().compress(data)
-
-
-PACKERS = {"": bytes, ".gz": gzip.compress, ".zst": zstd}
-
-
-def write(tmp_path, data, suffix="", name="a.jsonl"):
-    path = tmp_path / (name + suffix)
-    path.write_bytes(PACKERS[suffix](data))
-    return path
-
-
-def entries(path, *, block_bytes=BLOCK_BYTES, keys=None):
-    (one,) = open_inputs([str(path)], keys=keys)
-    # through pickle, as blocks travel to workers
-    blocks = [pickle.loads(pickle.dumps(block)) for block in one.blocks(block_bytes)]
-    return [entry for block in blocks for entry in block.entries()], blocks, one
-
-
-@pytest.fixture
-def folder(tmp_path):
-    root = tmp_path / "folder"
-    (root / "sub").mkdir(parents=True)
-    (root / "b.txt").write_bytes("zwei\r\nLinien é".encode())
-    (root / "sub" / "a.txt").write_text("one")
-    (root / "latin.txt").write_bytes(b"first\n\xe9")
-    (root / "other.md").write_text("# not asked for")
-    return root
-
-
-@pytest.mark.parametrize("suffix", PACKERS)
-@pytest.mark.parametrize("block_bytes", [64, 300, BLOCK_BYTES])
-def test_lines_have_the_same_names_and_texts_however_they_are_packed_and_cut(tmp_path, suffix, block_bytes):
-    path = write(tmp_path, CONTENT, suffix)
-    documents, blocks, one = entries(path, block_bytes=block_bytes)
-    numbers = [*range(1, 31), *range(33, 62)]
-    assert documents == [Document(name=f"{path.name}:{n}", text=f"line {i} é") for i, n in enumerate(numbers, start=1)]
-    assert len(blocks) == 1 if block_bytes == BLOCK_BYTES else len(blocks) > 1 or suffix
-    assert one.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert sum(block.num_bytes for block in blocks) == one.num_bytes == path.stat().st_size
-
-
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_several_compressed_streams_in_one_file_are_one_content(tmp_path, suffix):
-    pack = PACKERS[suffix]
-    path = tmp_path / f"a.jsonl{suffix}"
-    half = CONTENT.index(b"\n", len(CONTENT) // 2) - 5
-    path.write_bytes(pack(CONTENT[:half]) + pack(CONTENT[half:]) + (bytes(100) if suffix == ".gz" else b""))
-    documents, _, _ = entries(path)
-    assert len(documents) == 59 and all(isinstance(document, Document) for document in documents)
-
-
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-@pytest.mark.parametrize("block_bytes", [64, BLOCK_BYTES])
-def test_a_truncated_file_yields_its_whole_lines_and_then_the_damage_by_line(tmp_path, suffix, block_bytes):
-    import random
-
-    generator = random.Random(0)  # incompressible, so that a cut leaves many whole lines
-    lines = [json.dumps({"text": generator.randbytes(40).hex()}) for _ in range(4000)]
-    path = write(tmp_path, "\n".join(lines).encode(), suffix)
-    path.write_bytes(path.read_bytes()[:-60_000])
-    *documents, bad = entries(path, block_bytes=block_bytes)[0]
-    assert len(documents) > 500
-    assert [document.text for document in documents] == [json.loads(line)["text"] for line in lines[: len(documents)]]
-    assert isinstance(bad, BadDocument) and bad.kind == "damaged file"
-    assert f"line {len(documents) + 1} of {path}: truncated" in bad.found
-    with pytest.raises(DataError, match="truncated"):
-        list(open_source([str(path)]))
-    source = open_source([str(path)], skip_bad=True)
-    assert len(list(source)) == len(documents) and source.skipped == [bad]
-
-
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_file_that_is_not_what_its_name_says_is_damaged(tmp_path, suffix):
-    path = tmp_path / f"a.jsonl{suffix}"
-    path.write_bytes(CONTENT)
-    (bad,), _, _ = entries(path)
-    assert bad.kind == "damaged file" and "line 1 of" in bad.found
-
-
-def test_a_bad_line_between_good_ones_keeps_its_place(tmp_path):
-    path = write(tmp_path, b'{"text": "one"}\n{\n{"text": "two"}\n')
-    one, bad, two = entries(path)[0]
-    assert (one.text, bad.name, two.text) == ("one", "a.jsonl:2", "two")
-
-
-def test_files_of_a_folder_come_in_the_order_of_their_paths_and_byte_for_byte(folder):
-    one = folder_input(folder, patterns=["**/*.txt"])
-    assert one.names == ["b.txt", "latin.txt", "sub/a.txt"]
-    first, bad, last = [entry for block in one.blocks(1) for entry in block.entries()]
-    assert (first, last) == (Document(name="b.txt", text="zwei\r\nLinien é"), Document(name="sub/a.txt", text="one"))
-    assert bad.kind == "not UTF-8" and f"line 2 of {folder / 'latin.txt'}" in bad.found
-    listing = "".join(f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n" for name in one.names)
-    assert one.sha256 == hashlib.sha256(listing.encode()).hexdigest()
-
-
-def test_a_file_that_two_patterns_match_is_one_document(folder):
-    assert folder_input(folder, patterns=["*.md", "other.*"]).names == ["other.md"]
-
-
-def test_an_empty_file_is_a_bad_document(folder):
-    (folder / "empty.md").touch()
-    one = folder_input(folder, patterns=["empty.md"])
-    (bad,) = [entry for block in one.blocks(BLOCK_BYTES) for entry in block.entries()]
-    assert (bad.kind, bad.name) == ("empty", "empty.md")
-
-
-def test_inputs_follow_each_other_in_the_order_given(folder, tmp_path):
-    path = write(tmp_path, b'{"text": "one"}\n')
-    source = open_source([str(path), str(folder)], skip_bad=True)
-    assert [document.name for document in source] == ["a.jsonl:1", "b.txt", "sub/a.txt"]
-    assert [bad.name for bad in source.skipped] == ["latin.txt"]
-    assert source.description == f"key 'text' of a.jsonl; **/*.txt in {folder.name}"
-
-
-def test_a_glob_pattern_is_its_files_in_order(tmp_path):
-    for name in ("b.jsonl", "a.jsonl", "c.jsonl.gz"):
-        write(tmp_path, f'{{"text": "{name}"}}'.encode(), ".gz" if name.endswith("gz") else "", name=name.removesuffix(".gz"))
-    assert [document.text for document in open_source([str(tmp_path / "*.jsonl*")])] == ["a.jsonl", "b.jsonl", "c.jsonl.gz"]
-    with pytest.raises(DataError, match="no file that matches"):
-        open_inputs([str(tmp_path / "*.parquet")])
-
-
-def test_a_file_whose_name_looks_like_a_pattern_is_a_file(tmp_path):
-    path = write(tmp_path, b'{"text": "one"}', name="a[1].jsonl")
-    assert len(open_inputs([str(path)])) == 1
-
-
-def test_the_standard_library_is_a_corpus_of_texts_without_installed_packages():
-    one = stdlib_input()
-    assert one.names == sorted(one.names)
-    assert len(one.names) > 500 and "asyncio/base_events.py" in one.names
-    assert not any("site-packages" in name for name in one.names)
-    assert all(isinstance(entry, Document) for block in one.blocks(BLOCK_BYTES) for entry in block.entries())
-    (same,) = open_inputs(["stdlib"])
-    assert same.identity() == one.identity()
-
-
-@pytest.mark.parametrize("name", ["absent", "absent.jsonl", "absent.parquet"])
-def test_an_absent_input_is_refused(tmp_path, name):
-    with pytest.raises(DataError, match="no file or folder"):
-        open_inputs([str(tmp_path / name)])
-
-
-@pytest.mark.parametrize("name", ["b.txt", "b.parquet.gz", "b"])
-def test_a_file_of_another_kind_is_refused(tmp_path, name):
-    (tmp_path / name).write_text("text")
-    with pytest.raises(DataError, match=rf"the file .*{name}"):
-        open_inputs([str(tmp_path / name)])
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
-def test_an_empty_file_is_refused(tmp_path, name):
-    (tmp_path / name).touch()
-    with pytest.raises(DataError, match="is empty"):
-        open_inputs([str(tmp_path / name)])
-
-
-def test_a_folder_without_a_match_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"matches \*\*/\*\.txt"):
-        open_inputs([str(tmp_path)])
-
-
-def test_no_input_is_refused():
-    with pytest.raises(DataError, match="no input"):
-        open_inputs([])
+from megatron_dmtd.data.corpora.documents import BadDocument, Document
+from megatron_dmtd.data.corpora.inputs import EntriesBlock, file_identity
+from megatron_dmtd.data.corpora.sources import open_inputs
+from tests.data.corpora.texts import CONTENT, write
 
 
 def test_an_input_that_changed_has_another_identity(tmp_path):
@@ -195,18 +12,16 @@ def test_an_input_that_changed_has_another_identity(tmp_path):
     assert open_inputs([str(path)])[0].identity() != before
 
 
-def test_a_missing_package_is_named(tmp_path, monkeypatch):
-    import sys
-
-    from megatron_dmtd.errors import CapabilityError
-
-    path = write(tmp_path, CONTENT, ".zst")
-    monkeypatch.setitem(sys.modules, "zstandard", None)  # as Python itself marks a module that cannot be imported
-    with pytest.raises(CapabilityError, match="no package zstandard"):
-        open_inputs([str(path)])
+def test_a_files_identity_is_its_path_size_and_time_of_change(tmp_path, monkeypatch):
+    (tmp_path / "a").write_bytes(b"xyz")
+    status = (tmp_path / "a").stat()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("a")
+    path = type(tmp_path)("link")
+    assert file_identity(path) == f"{tmp_path.resolve() / 'a'} 3 {status.st_mtime_ns}\n"
 
 
-def test_keys_are_carried_to_every_line(tmp_path):
-    path = write(tmp_path, b'{"turns": [{"role": "user", "content": "hi"}]}\n')
-    (chat,), _, _ = entries(path, keys=RecordKeys(messages="turns"))
-    assert chat.messages == [{"role": "user", "content": "hi"}]
+def test_a_block_of_documents_at_hand_yields_them_in_order():
+    entries = (Document(name="a", text="x"), BadDocument(name="b", kind="empty", found="b", required="text"))
+    block = EntriesBlock(documents=entries)
+    assert tuple(block.entries()) == entries and block.num_bytes == 0

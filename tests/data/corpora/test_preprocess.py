@@ -19,10 +19,9 @@ import pytest
 from megatron_dmtd.data.batches.dataset import PackedDataset
 from megatron_dmtd.data.batches.manifest import read_manifest
 from megatron_dmtd.data.corpora.documents import RecordKeys
-from megatron_dmtd.data.corpora.inputs import LinesInput
-from megatron_dmtd.data.corpora.output import PartialOutput
 from megatron_dmtd.data.corpora.preprocess import PreprocessOptions, preprocess
 from megatron_dmtd.data.corpora.sources import open_inputs
+from megatron_dmtd.data.corpora.text_files import LinesInput
 from megatron_dmtd.data.corpora.tokenizer import load_tokenizer, tokenizer_sha256
 from megatron_dmtd.errors import DataError
 from tests.support.tokenizers import chat_tokenizer
@@ -440,17 +439,6 @@ def test_an_unfinished_run_of_other_inputs_or_options_is_not_gone_on_with(tmp_pa
         preprocess(open_inputs([inputs[0].name]), options(**small, overwrite=True))
     preprocess(source_of(tmp_path), options(overwrite=True))  # discards it
     assert len(megatron_documents(options().output_prefix)[0]) == 3 and "c.partial" not in names_of_output(options())
-
-
-def test_two_runs_do_not_write_one_output(tmp_path, options):
-    header = {"a": 1}
-    arguments = {"dtype": np.uint16, "with_loss": False, "overwrite": False, "save_seconds": 1.0}
-    prefix = options().output_prefix
-    with (
-        PartialOutput(prefix, {"all": prefix}, header=header, **arguments),
-        pytest.raises(DataError, match=r"c\.partial, on which another process works"),
-    ):
-        preprocess(source_of(tmp_path), options())
 
 
 def test_a_full_disk_is_an_error_that_says_how_to_go_on(tmp_path, options):
