@@ -1,5 +1,6 @@
 """The pages that a user reads: links lead somewhere, named files exist, and cited sections of the method can be followed."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 METHOD_MD = ROOT / "docs" / "method.md"
+ARCHITECTURE_MD = ROOT / "docs" / "architecture.md"
 #: a dated record: it names files as they were at the time of a measurement, and they may have moved since
 LOG_MD = ROOT / "docs" / "log.md"
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -63,6 +65,14 @@ def anchors(text: str) -> set[str]:
         number = next(number for number in range(len(headings)) if (f"{slug}-{number}" if number else slug) not in found)
         found.add(f"{slug}-{number}" if number else slug)
     return found
+
+
+def literal(name: str, path: Path) -> tuple[str, ...]:
+    """The value that a module gives to a name, without importing it."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return ast.literal_eval(node.value)
+    raise AssertionError(f"{path} has no {name}")
 
 
 def is_placeholder(name: str) -> bool:
@@ -129,6 +139,23 @@ def test_the_readme_names_every_room_and_every_command():
     rooms = {path.parent.name for path in (ROOT / "megatron_dmtd").glob("*/__init__.py")}
     assert not [room for room in rooms if f"megatron_dmtd/{room}/" not in text]
     assert not [path.name for path in (ROOT / "tools").glob("*.py") if path.name not in text]
+
+
+def section_of(page: str, heading: str) -> str:
+    """What stands below a heading of the second level."""
+    return page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def test_the_page_of_the_architecture_lists_the_rooms_in_their_order():
+    order = literal("ORDER", ROOT / "tests" / "test_architecture.py")
+    text = section_of(ARCHITECTURE_MD.read_text(), "Rooms")
+    rows = {match[1]: match[2] for match in re.finditer(r"^\| `(\w+)` \| (.+) \|$", text, re.MULTILINE)}
+    drawn = re.findall(r"\(?\w+\)?", re.sub(r"^\w+ ", "", text.split("```")[1].strip("\n"), flags=re.MULTILINE))
+    assert tuple(rows) == order
+    assert tuple(name.strip("()") for name in reversed(drawn)) == order
+    exists = {room: bool(list((ROOT / "megatron_dmtd").glob(f"{room}/__init__.py"))) or room == "errors" for room in order}
+    assert {name.strip("()"): not name.startswith("(") for name in drawn} == exists
+    assert {room: not row.startswith("reserved: ") for room, row in rows.items()} == exists
 
 
 def test_make_has_the_targets_that_pages_name():
