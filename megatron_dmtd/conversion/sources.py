@@ -24,8 +24,8 @@ from megatron_dmtd.errors import CheckpointError
 from megatron_dmtd.families import ModelDescription, read_directory
 from megatron_dmtd.infra import checksums
 from megatron_dmtd.training.checkpoints.paths import DAMAGED, find_step_directory, must_be_verified
-from megatron_dmtd.weights.megatron_names import Rule, check_hf, check_megatron, check_tied_head, hf_specs, megatron_specs, rules
-from megatron_dmtd.weights.safetensors_files import WeightFiles
+from megatron_dmtd.weights.hf_directory import HFWeights
+from megatron_dmtd.weights.megatron_names import Rule, check_megatron, hf_specs, megatron_specs, rules
 from megatron_dmtd.weights.specs import TensorSpec
 from megatron_dmtd.weights.torch_dist import CheckpointTensors, read_checkpoint_config
 
@@ -64,10 +64,8 @@ class HFDirectory:
         self.directory = Path(directory)
         self.description = read_directory(self.directory)
         self.model, self.cycle = self.description.model, self.description.cycle
-        self._files = WeightFiles(self.directory)
-        self.stored: Mapping[str, TensorSpec] = self._files.specs
-        check_hf(self.description.decoder, self.stored)
-        check_tied_head(self.description.decoder, self.stored, self._files.are_equal)
+        weights = HFWeights(self.directory, self.description.decoder)
+        self._files, self.stored = weights.files, weights.stored
         self._rules = {rule.megatron_name: rule for rule in rules(self.description.decoder)}
         self._joined: defaultdict[TensorSpec, deque[torch.Tensor]] = defaultdict(lambda: deque(maxlen=2))
 

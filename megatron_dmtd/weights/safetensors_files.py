@@ -26,6 +26,8 @@ from megatron_dmtd.weights.specs import TensorSpec, num_bytes_of
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
+#: files of a PEFT adapter
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 
 #: names of types in headers
 _TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -132,7 +134,26 @@ def _read_index(directory: Path) -> dict[str, str]:
         raise _refusal(f"{path} without a readable weight_map ({error})") from error
 
 
+def _check_one_model(directory: Path) -> None:
+    """Refuse a folder that holds a second set of weights: loaders differ in which of them they take."""
+    adapters = [name for name in ADAPTER_FILES if (directory / name).exists()]
+    if adapters:
+        raise ConversionError(
+            found=f"{directory} with {', '.join(adapters)} beside the model's own files",
+            required="the weights of one model: a loader of transformers would add the adapter to them",
+            remedy="merge the adapter into the model (peft: merge_and_unload) and save it, or move the adapter's files away",
+        )
+    is_both = (directory / SINGLE_FILE).is_file() and (directory / INDEX_FILE).is_file()
+    if is_both and set(_read_index(directory).values()) != {SINGLE_FILE}:
+        raise ConversionError(
+            found=f"{directory} with {SINGLE_FILE} and with {INDEX_FILE}, which names other files",
+            required="one set of weights: transformers loads the single file, other loaders the shards of the index",
+            remedy=f"remove {INDEX_FILE} and its shards, or {SINGLE_FILE}, whichever is the older",
+        )
+
+
 def _weight_paths(directory: Path) -> list[Path]:
+    _check_one_model(directory)
     if (directory / INDEX_FILE).is_file():
         paths = [directory / name for name in sorted(set(_read_index(directory).values()))]
     elif (directory / SINGLE_FILE).is_file():

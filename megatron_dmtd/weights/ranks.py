@@ -1,0 +1,86 @@
+"""The weights of a model that lives on several ranks, as one stream: what a running training hands to an engine.
+
+Every rank of the model calls `stream_ranks` and walks through it in step with the others, for each tensor is gathered from the
+tensor-parallel ranks of the stage that holds it and sent to the other stages. Every rank sees the whole stream; memory grows by
+one whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_dmtd.models.initialization import global_name
+from megatron_dmtd.models.model import CycleModel
+from megatron_dmtd.weights.megatron_names import rules
+from megatron_dmtd.weights.specs import TensorSpec
+from megatron_dmtd.weights.streams import WeightStream
+
+#: Megatron splits gate and up halves each by itself.
+_HALVES = ("linear_fc1.weight", "linear_fc1.bias")
+
+
+def stream_ranks(models: Sequence[CycleModel]) -> WeightStream:
+    """The weights of a model, given this rank's stages. Collective over tensor- and pipeline-parallel ranks.
+
+    Tensors have the type of the model's parameters. They are new memory, apart from those that this rank holds whole, which must
+    not be kept beyond the next training step.
+    """
+    local = {global_name(name, model): tensor for model in models for name, tensor in model.named_parameters()}
+    owners, own_rank = _owners(local), parallel_state.get_pipeline_model_parallel_rank()
+    device = next(iter(local.values())).device
+    for rule in rules(models[0].schedule.decoder):
+        owner, spec = owners[rule.megatron_name]
+        if owner == own_rank:
+            whole = _whole(local[rule.megatron_name], rule.megatron_name)
+        else:
+            whole = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+        yield from rule.split(_sent(whole, owner))
+
+
+def _owners(local: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, TensorSpec]]:
+    """Name -> the first pipeline rank that holds it, and the whole tensor's spec. The same on every rank."""
+    own = {name: _whole_spec(tensor) for name, tensor in local.items()}
+    stages: list[dict[str, TensorSpec]] = [{} for _ in range(parallel_state.get_pipeline_model_parallel_world_size())]
+    torch.distributed.all_gather_object(stages, own, group=parallel_state.get_pipeline_model_parallel_group())
+    found: dict[str, tuple[int, TensorSpec]] = {}
+    for rank, names in enumerate(stages):
+        for name, spec in names.items():
+            found.setdefault(name, (rank, spec))
+    return found
+
+
+def _split_dim(parameter: torch.Tensor) -> int | None:
+    """The dimension that tensor-parallel ranks share out; None if each holds the whole tensor."""
+    return int(parameter.partition_dim) if getattr(parameter, "tensor_model_parallel", False) else None  # type: ignore[attr-defined]
+
+
+def _whole_spec(parameter: torch.Tensor) -> TensorSpec:
+    shape, dim = list(parameter.shape), _split_dim(parameter)
+    if dim is not None:
+        shape[dim] *= parallel_state.get_tensor_model_parallel_world_size()
+    return TensorSpec(tuple(shape), parameter.dtype)
+
+
+@torch.no_grad()
+def _whole(parameter: torch.Tensor, name: str) -> torch.Tensor:
+    """A parameter of this stage, gathered from its tensor-parallel ranks."""
+    dim, size = _split_dim(parameter), parallel_state.get_tensor_model_parallel_world_size()
+    if dim is None or size == 1:
+        return parameter.detach()
+    parts = [torch.empty_like(parameter) for _ in range(size)]
+    torch.distributed.all_gather(parts, parameter.detach().contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    if not name.endswith(_HALVES):
+        return torch.cat(parts, dim=dim)
+    return torch.cat([torch.cat(halves, dim=dim) for halves in zip(*(part.chunk(2, dim=dim) for part in parts), strict=True)])
+
+
+def _sent(whole: torch.Tensor, owner: int) -> torch.Tensor:
+    """The tensor on every stage, from the pipeline rank that holds it."""
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        whole = whole.contiguous()
+        torch.distributed.broadcast(whole, src=torch.distributed.get_global_rank(group, owner), group=group)
+    return whole
