@@ -68,7 +68,7 @@ def transformer_config(config: Config, *, on_cuda: bool) -> Any:
         batch_p2p_comm=parallel.virtual_stages == 1,
         sequence_parallel=parallel.sequence_parallel,
         variable_seq_lengths=_shapes_vary_between_stages(placement),
-        moe_token_dispatcher_type="alltoall",  # required beside variable_seq_lengths, for dense models too
+        moe_token_dispatcher_type="alltoall",  # required with variable_seq_lengths, for dense models too
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=config.training.precision == "bf16",

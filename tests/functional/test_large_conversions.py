@@ -17,7 +17,7 @@ from megatron_dmtd.conversion.convert import export_hf, import_hf
 from megatron_dmtd.conversion.sources import open_source
 from megatron_dmtd.weights.safetensors_files import WeightFiles
 from megatron_dmtd.weights.torch_dist import CheckpointTensors, read_checkpoint_config
-from tests.models.test_truth import megatron_logits
+from tests.models.test_model import megatron_logits
 from tests.support.hf_models import random_hf_directory, small_model
 from tests.support.ranks import run_ranks
 from tests.support.tiny import with_settings

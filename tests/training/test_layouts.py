@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_dmtd.architecture import RopeScaling
 from megatron_dmtd.config import Config
 from tests.support.ranks import run_ranks
 from tests.support.tiny import VARIANTS, tiny_config, with_settings
@@ -31,8 +32,26 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "recompute-selective": (1, {"recompute": "selective"}),
 }
 STEPS = 10
+#: Settings of the models. `parts` has what other families bring: biases, windowed layers and scaled rotary frequencies.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "tied": {"tie_word_embeddings": True},
+    "untied": {"tie_word_embeddings": False},
+    "parts": {
+        "tie_word_embeddings": False,
+        "qk_norm": False,
+        "qkv_bias": True,
+        "output_bias": True,
+        "sliding_window": 6,
+        "windowed_layers": (0, 3),
+        "rope_scaling": RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
+    },
+}
 #: tying does not meet the mask: one variant of two streams and one of one stream show the untied head
-MODELS = [*((variant, True) for variant in (*VARIANTS, "vanilla")), ("bidirectional-refresh", False), ("causal-norefresh", False)]
+MODELS = [
+    *((variant, kind) for variant in (*VARIANTS, "vanilla") for kind in ("tied", "parts")),
+    ("bidirectional-refresh", "untied"),
+    ("causal-norefresh", "untied"),
+]
 
 
 def _quick_part(case: tuple[Any, ...], *, is_quick: bool) -> Any:
@@ -40,15 +59,15 @@ def _quick_part(case: tuple[Any, ...], *, is_quick: bool) -> Any:
     return pytest.param(*case, id="-".join(map(str, case)), marks=[] if is_quick else pytest.mark.slow)
 
 
-#: the quick run holds every layout with one model of two streams and one of one stream, and every model with two layouts
-QUICK_MODELS = [("bidirectional-refresh", True), ("causal-norefresh", False)]
+#: the quick run holds every layout with one model of two streams and one of one stream, and every model with some layouts
+QUICK_MODELS = [("bidirectional-refresh", "tied"), ("causal-norefresh", "untied")]
+QUICK_LAYOUTS = {"tied": ("tensor-2", "pipeline-2"), "untied": ("tensor-2", "pipeline-2")} | {
+    "parts": ("tensor-2", "pipeline-2", "recompute-full")
+}
 MATRIX = [
-    _quick_part(
-        (layout, variant, "tied" if tied else "untied"),
-        is_quick=layout in ("tensor-2", "pipeline-2") or (variant, tied) in QUICK_MODELS,
-    )
+    _quick_part((layout, variant, kind), is_quick=layout in QUICK_LAYOUTS[kind] or (variant, kind) in QUICK_MODELS)
     for layout in LAYOUTS
-    for variant, tied in MODELS
+    for variant, kind in MODELS
 ]
 
 
@@ -74,12 +93,9 @@ def _config(corpus: tuple[str, str], variant: str, **sections: Any) -> Config:
 
 
 @pytest.fixture(scope="module")
-def single(corpus: tuple[str, str]) -> dict[tuple[str, bool], Any]:
-    """Curves of one process, by variant and tying."""
-    return {
-        (variant, tied): run_ranks(1, curve, _config(corpus, variant, model={"tie_word_embeddings": tied}))[0]
-        for variant, tied in MODELS
-    }
+def single(corpus: tuple[str, str]) -> dict[tuple[str, str], Any]:
+    """Curves of one process, by variant and kind of model."""
+    return {(variant, kind): run_ranks(1, curve, _config(corpus, variant, model=SETTINGS[kind]))[0] for variant, kind in MODELS}
 
 
 def _is_same_curve(found: list[Any], expected: Any) -> bool:
@@ -93,16 +109,15 @@ def _is_same_curve(found: list[Any], expected: Any) -> bool:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("layout", "variant", "head"), MATRIX)
+@pytest.mark.parametrize(("layout", "variant", "kind"), MATRIX)
 def test_layout_gives_the_curve_of_one_process(
-    layout: str, variant: str, head: str, corpus: tuple[str, str], single: dict[tuple[str, bool], Any]
+    layout: str, variant: str, kind: str, corpus: tuple[str, str], single: dict[tuple[str, str], Any]
 ) -> None:
     world_size, parallel = LAYOUTS[layout]
-    tied = head == "tied"
-    expected = single[variant, tied]
+    expected = single[variant, kind]
     assert max(expected[0]) - min(expected[0]) > 0.1, "the curve must move, or the comparison says nothing"
     assert set(expected[2]) == {"loss", *(f"loss_phase_{phase}" for phase in range(4))}
-    config = _config(corpus, variant, parallel=parallel, model={"tie_word_embeddings": tied})
+    config = _config(corpus, variant, parallel=parallel, model=SETTINGS[kind])
     assert _is_same_curve(run_ranks(world_size, curve, config), expected)
 
 
@@ -156,11 +171,11 @@ def faulty_curve(fault: str, config: Config) -> Any:
     ],
 )
 def test_a_planted_fault_is_seen_in_every_layout(
-    layout: str, fault: str, corpus: tuple[str, str], single: dict[tuple[str, bool], Any]
+    layout: str, fault: str, corpus: tuple[str, str], single: dict[tuple[str, str], Any]
 ) -> None:
     world_size, parallel = LAYOUTS[layout]
     config = _config(corpus, "bidirectional-refresh", parallel=parallel)
-    assert not _is_same_curve(run_ranks(world_size, faulty_curve, fault, config), single["bidirectional-refresh", True])
+    assert not _is_same_curve(run_ranks(world_size, faulty_curve, fault, config), single["bidirectional-refresh", "tied"])
 
 
 def table_copies(config: Config) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ from megatron_dmtd.architecture.flops import visit_weights
 from megatron_dmtd.config import Config
 from megatron_dmtd.config.decoder import schedule_of
 from megatron_dmtd.models.vocab import padded_vocab_size
-from tests.models.test_truth import megatron_model
+from tests.models.test_model import megatron_model
 from tests.support.oracle_weights import megatron_tensors, wide_weights
 from tests.support.ranks import run_ranks
 from tests.support.tiny import MASK, VARIANTS, tiny_config
