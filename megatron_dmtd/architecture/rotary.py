@@ -5,7 +5,7 @@ those of the default profile in the type asked for. Exported model code carries 
 
 Sources: RoPE, arXiv 2104.09864; YaRN, arXiv 2309.00071; `llama3`, the model card of Llama 3.1.
 
-Shape legend: D head width, F = D / 2 frequencies.
+Shape legend: D head width, A = D / 2 frequencies.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from megatron_dmtd.architecture.spec import RopeScaling, RotaryProfile
 def inverse_frequencies(
     profile: RotaryProfile, head_dim: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Radians per position of each pair of dimensions, `[F]` in `dtype` (fp32 or wider)."""
+    """Radians per position of each pair of dimensions, `[A]` in `dtype` (fp32 or wider)."""
     scaling = profile.scaling
     own = dtype if scaling.rope_type == "default" else torch.float32
-    exponent_F = torch.arange(0, head_dim, 2, dtype=torch.int64).to(own) / head_dim
-    period_F = profile.theta**exponent_F
+    exponent_A = torch.arange(0, head_dim, 2, dtype=torch.int64).to(own) / head_dim
+    period_A = profile.theta**exponent_A
     if scaling.rope_type == "yarn":
-        inverse_F = _yarn(period_F, scaling, theta=profile.theta, head_dim=head_dim)
+        inverse_A = _yarn(period_A, scaling, theta=profile.theta, head_dim=head_dim)
     elif scaling.rope_type == "llama3":
-        inverse_F = _llama3(1.0 / period_F, scaling)
+        inverse_A = _llama3(1.0 / period_A, scaling)
     elif scaling.rope_type == "linear":
-        inverse_F = 1.0 / period_F / scaling.factor
+        inverse_A = 1.0 / period_A / scaling.factor
     else:
         assert scaling.rope_type == "default", scaling.rope_type
-        inverse_F = 1.0 / period_F
-    return inverse_F.to(device=device, dtype=dtype)
+        inverse_A = 1.0 / period_A
+    return inverse_A.to(device=device, dtype=dtype)
 
 
 def attention_factor(scaling: RopeScaling) -> float:
@@ -53,8 +53,8 @@ def rotary_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines `[..., D]` of integer positions `[...]`, computed in fp32 or wider and given in `dtype`."""
     wide = torch.promote_types(dtype, torch.float32)
-    inverse_F = inverse_frequencies(profile, head_dim, dtype=wide, device=position.device)
-    angle = (position[..., None].to(wide) * inverse_F).repeat(*(1,) * position.dim(), 2)
+    inverse_A = inverse_frequencies(profile, head_dim, dtype=wide, device=position.device)
+    angle = (position[..., None].to(wide) * inverse_A).repeat(*(1,) * position.dim(), 2)
     factor = attention_factor(profile.scaling)
     return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
 
@@ -64,18 +64,18 @@ def _concentration(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _llama3(inverse_F: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+def _llama3(inverse_A: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     """Long wavelengths are divided by `factor`, short ones stay, and those between pass from one to the other."""
     original = scaling.original_max_position_embeddings
-    wavelength_F = 2 * math.pi / inverse_F
+    wavelength_A = 2 * math.pi / inverse_A
     longest, shortest = original / scaling.low_freq_factor, original / scaling.high_freq_factor
-    kept_F = (original / wavelength_F - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    between_F = (1 - kept_F) * inverse_F / scaling.factor + kept_F * inverse_F
-    scaled_F = torch.where(wavelength_F > longest, inverse_F / scaling.factor, inverse_F)
-    return torch.where((wavelength_F >= shortest) & (wavelength_F <= longest), between_F, scaled_F)
+    kept_A = (original / wavelength_A - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    between_A = (1 - kept_A) * inverse_A / scaling.factor + kept_A * inverse_A
+    scaled_A = torch.where(wavelength_A > longest, inverse_A / scaling.factor, inverse_A)
+    return torch.where((wavelength_A >= shortest) & (wavelength_A <= longest), between_A, scaled_A)
 
 
-def _yarn(period_F: torch.Tensor, scaling: RopeScaling, *, theta: float, head_dim: int) -> torch.Tensor:
+def _yarn(period_A: torch.Tensor, scaling: RopeScaling, *, theta: float, head_dim: int) -> torch.Tensor:
     """Frequencies of few rotations over the original context are divided by `factor`, those of many stay."""
     first, last = (
         _dimension_of(rotations, scaling.original_max_position_embeddings, theta=theta, head_dim=head_dim)
@@ -86,9 +86,9 @@ def _yarn(period_F: torch.Tensor, scaling: RopeScaling, *, theta: float, head_di
     first, last = max(first, 0), min(last, head_dim - 1)
     if first == last:
         last += 0.001
-    ramp_F = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
-    stays_F = 1 - ramp_F
-    return 1.0 / (scaling.factor * period_F) * (1 - stays_F) + 1.0 / period_F * stays_F
+    ramp_A = ((torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    stays_A = 1 - ramp_A
+    return 1.0 / (scaling.factor * period_A) * (1 - stays_A) + 1.0 / period_A * stays_A
 
 
 def _dimension_of(rotations: float, context: int, *, theta: float, head_dim: int) -> float:

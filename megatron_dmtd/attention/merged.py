@@ -15,8 +15,8 @@ of the document; under a window so does the work.
 
 CPU only: it calls the CPU kernels under torch's scaled-dot-product attention, which return the log-sum-exp.
 
-Shape legend: B rows, N slots of a row, H query heads, G key/value heads, R = H / G query heads per key/value head, D head width,
-Q queries and K keys of one chunk or block, T blocks.
+Shape legend: B rows, N slots of a row, H query heads, G key/value heads, M = H / G query heads per key/value head, D head width,
+Q queries and K keys of one chunk or block, J blocks.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def _shadow_slots(position: torch.Tensor, *, cycle_length: int = 0) -> Slots:
 
 @lru_cache(maxsize=256)
 def _history_mask(length: int, repeats: int, dtype: torch.dtype, method: Method) -> torch.Tensor:
-    """Additive mask [R Q, Q] of `length` slots from a cycle head."""
+    """Additive mask [M Q, Q] of `length` slots from a cycle head."""
     slots = _shadow_slots(torch.arange(length))
     return _additive(slots, slots, method, None, dtype).repeat(repeats, 1)
 
 
 @lru_cache(maxsize=256)
 def _own_cycles_mask(length: int, repeats: int, dtype: torch.dtype, method: Method, window: int | None) -> torch.Tensor:
-    """Additive mask [R Q, Q] of `length` slots from a cycle head, within cycles only."""
+    """Additive mask [M Q, Q] of `length` slots from a cycle head, within cycles only."""
     slots = _shadow_slots(torch.arange(length), cycle_length=method.cycle_length)
     return _additive(slots, slots, method, window, dtype).repeat(repeats, 1)
 
@@ -88,7 +88,7 @@ def _merged(
 
 
 class _History:
-    """Attention of N queries to N keys of one stream, by whole cycles; [B, G, R, N, D]."""
+    """Attention of N queries to N keys of one stream, by whole cycles; [B, G, M, N, D]."""
 
     def __init__(self, cycle_length: int, reach: int | None) -> None:
         """A query sees keys less than `reach` slots before its own slot; None: all of them.
@@ -160,18 +160,18 @@ def _hide_unseeing(lse: torch.Tensor, mask: torch.Tensor | None) -> None:
     lse.masked_fill_(mask.isneginf().all(dim=-1), float("-inf"))
 
 
-def _folded(x_BGRN: torch.Tensor, chunk: slice) -> torch.Tensor:
-    """A chunk with its query heads folded into the slots, so that each key head is read only once: [B, G, R Q, ...]."""
-    return x_BGRN[:, :, :, chunk].flatten(2, 3).contiguous()
+def _folded(x_BGMN: torch.Tensor, chunk: slice) -> torch.Tensor:
+    """A chunk with its query heads folded into the slots, so that each key head is read only once: [B, G, M Q, ...]."""
+    return x_BGMN[:, :, :, chunk].flatten(2, 3).contiguous()
 
 
-def _unfold(x_BGRN: torch.Tensor, chunk: slice, part: torch.Tensor) -> None:
-    into = x_BGRN[:, :, :, chunk]
+def _unfold(x_BGMN: torch.Tensor, chunk: slice, part: torch.Tensor) -> None:
+    into = x_BGMN[:, :, :, chunk]
     into.copy_(part.view(into.shape))
 
 
 class _OwnCycles:
-    """Attention of N queries to the keys of their own cycles; [B, G, R, N, D]. Blocks of a few cycles are rows of one call."""
+    """Attention of N queries to the keys of their own cycles; [B, G, M, N, D]. Blocks of a few cycles are rows of one call."""
 
     def __init__(self, method: Method, window: int | None) -> None:
         self.rule = Method(
@@ -219,14 +219,14 @@ class _OwnCycles:
         return _own_cycles_mask(length, query.shape[2] // length, query.dtype, self.rule, self.window)
 
 
-def _blocks(x_BGRN: torch.Tensor, stretch: slice, length: int) -> torch.Tensor:
-    """[B T, G, R Q, ...]: blocks as rows, query heads folded into the slots."""
-    x_BGRTQ = x_BGRN[:, :, :, stretch].unflatten(3, (-1, length))
-    return x_BGRTQ.movedim(3, 1).flatten(3, 4).flatten(0, 1).contiguous()
+def _blocks(x_BGMN: torch.Tensor, stretch: slice, length: int) -> torch.Tensor:
+    """[B J, G, M Q, ...]: blocks as rows, query heads folded into the slots."""
+    x_BGMJQ = x_BGMN[:, :, :, stretch].unflatten(3, (-1, length))
+    return x_BGMJQ.movedim(3, 1).flatten(3, 4).flatten(0, 1).contiguous()
 
 
 def _joined(x: torch.Tensor, shape: tuple[int, ...], length: int) -> torch.Tensor:
-    """The inverse of `_windows`; `shape` is (B, G, R)."""
+    """The inverse of `_windows`; `shape` is (B, G, M)."""
     rows, _, heads = shape
     return x.unflatten(2, (heads, length)).unflatten(0, (rows, -1)).movedim(1, 3).flatten(3, 4)
 
@@ -235,9 +235,9 @@ class _HistoryAttention(torch.autograd.Function):
     """One stream that sees itself by whole cycles."""
 
     @staticmethod
-    def forward(ctx: Any, q_BGRND: Any, k_BGND: Any, v_BGND: Any, history: _History) -> Any:
-        out, lse = history.forward(q_BGRND, k_BGND, v_BGND)
-        ctx.save_for_backward(q_BGRND, k_BGND, v_BGND, out, lse)
+    def forward(ctx: Any, q_BGMND: Any, k_BGND: Any, v_BGND: Any, history: _History) -> Any:
+        out, lse = history.forward(q_BGMND, k_BGND, v_BGND)
+        ctx.save_for_backward(q_BGMND, k_BGND, v_BGND, out, lse)
         ctx.history = history
         return out
 
@@ -250,14 +250,14 @@ class _RefreshAttention(torch.autograd.Function):
     """Refresh: a shadow stream over its own cycles and the real stream's earlier ones, one cycle behind."""
 
     @staticmethod
-    def forward(ctx: Any, q_BGRND: Any, real_k_BGND: Any, real_v_BGND: Any, k_BGND: Any, v_BGND: Any, parts: Any) -> Any:
+    def forward(ctx: Any, q_BGMND: Any, real_k_BGND: Any, real_v_BGND: Any, k_BGND: Any, v_BGND: Any, parts: Any) -> Any:
         history, own = parts
-        out, lse = own.forward(q_BGRND, k_BGND, v_BGND)
+        out, lse = own.forward(q_BGMND, k_BGND, v_BGND)
         if not history.is_empty:
-            later, earlier = _a_cycle_apart(q_BGRND, history.rule.cycle_length)
-            far = history.forward(q_BGRND[:, :, :, later], real_k_BGND[:, :, earlier], real_v_BGND[:, :, earlier])
+            later, earlier = _a_cycle_apart(q_BGMND, history.rule.cycle_length)
+            far = history.forward(q_BGMND[:, :, :, later], real_k_BGND[:, :, earlier], real_v_BGND[:, :, earlier])
             lse[:, :, :, later] = _merged(out[:, :, :, later], lse[:, :, :, later], *far)[1]
-        ctx.save_for_backward(q_BGRND, real_k_BGND, real_v_BGND, k_BGND, v_BGND, out, lse)
+        ctx.save_for_backward(q_BGMND, real_k_BGND, real_v_BGND, k_BGND, v_BGND, out, lse)
         ctx.parts = parts
         return out
 
@@ -280,9 +280,9 @@ class _RefreshAttention(torch.autograd.Function):
         return grad_q, grad_real_k, grad_real_v, grad_k, grad_v, None
 
 
-def _a_cycle_apart(q_BGRND: torch.Tensor, cycle_length: int) -> tuple[slice, slice]:
+def _a_cycle_apart(q_BGMND: torch.Tensor, cycle_length: int) -> tuple[slice, slice]:
     """The queries that have a history, and the slots that are history to some query."""
-    slots = q_BGRND.shape[3]
+    slots = q_BGMND.shape[3]
     return slice(cycle_length, slots), slice(0, slots - cycle_length)
 
 
@@ -310,11 +310,11 @@ def merged_shadow_attention(
 
     For all variants but causal Norefresh, which is causal attention.
     """
-    q_BGRND, cycle_length = _by_group(q_BHND, k_BGND), method.cycle_length
+    q_BGMND, cycle_length = _by_group(q_BHND, k_BGND), method.cycle_length
     if not method.refreshes:
         assert method.is_bidirectional, method
-        return _HistoryAttention.apply(q_BGRND, k_BGND, v_BGND, _History(cycle_length, window)).flatten(1, 2)
+        return _HistoryAttention.apply(q_BGMND, k_BGND, v_BGND, _History(cycle_length, window)).flatten(1, 2)
     # Queries and real keys are a cycle apart, so the same window reaches a cycle less far.
     history = _History(cycle_length, None if window is None else window - cycle_length)
     parts = history, _OwnCycles(method, window)
-    return _RefreshAttention.apply(q_BGRND, real_k_BGND, real_v_BGND, k_BGND, v_BGND, parts).flatten(1, 2)
+    return _RefreshAttention.apply(q_BGMND, real_k_BGND, real_v_BGND, k_BGND, v_BGND, parts).flatten(1, 2)
