@@ -183,7 +183,7 @@ def test_no_field_that_transformers_writes_is_unknown(model_type):
 
 
 def test_a_model_without_a_family_that_has_its_parts_is_refused():
-    uneven = dataclasses.replace(MODEL, qk_norm=False, qkv_bias=True, output_bias=False, sliding_window=8)
+    uneven = dataclasses.replace(MODEL, qk_norm=True, qkv_bias=True, output_bias=False)
     with pytest.raises(ModelError, match="a decoder that it cannot describe"):
         write_fields(ModelDescription(model=uneven, cycle=CycleConfig(variant="vanilla")))
     named = dataclasses.replace(MODEL, family="llama")
