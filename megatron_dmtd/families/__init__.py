@@ -18,6 +18,7 @@ from megatron_dmtd.families.base import Family, ModelDescription
 from megatron_dmtd.families.dmtd import DMTD
 from megatron_dmtd.families.fields import Fields, refuse
 from megatron_dmtd.families.llama import Llama
+from megatron_dmtd.families.mistral import Mistral
 from megatron_dmtd.families.names import hf_name, hf_tensors
 from megatron_dmtd.families.qwen2 import Qwen2
 from megatron_dmtd.families.qwen3 import Qwen3
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 #: Families of ordinary decoders, in the order in which `model.family: auto` tries them.
-VANILLA_FAMILIES: tuple[Family, ...] = (Qwen3(), Llama(), Qwen2())
+VANILLA_FAMILIES: tuple[Family, ...] = (Qwen3(), Llama(), Qwen2(), Mistral())
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*VANILLA_FAMILIES, DMTD())}
 
 
