@@ -20,7 +20,7 @@ from megatron_dmtd.attention.masked import MaskedAttention
 from megatron_dmtd.attention.merged import merged_shadow_attention, windowed_causal_attention
 from megatron_dmtd.attention.protocol import AttentionBackend, StreamLayout
 
-#: most slots of short documents to group under one mask
+#: maximum number of slots of short documents under one mask
 TOGETHER = 128
 
 

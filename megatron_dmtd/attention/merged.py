@@ -209,7 +209,7 @@ class _OwnCycles:
         return parts[0] if len(parts) == 1 else [torch.cat(part, dim=-2) for part in zip(*parts, strict=True)]
 
     def _stretches(self, q: torch.Tensor) -> list[tuple[slice, int]]:
-        """Slots in windows of equal length, and the remainder as one shorter window."""
+        """Slots in blocks of equal length, and the remainder as one shorter block."""
         slots = q.shape[3]
         whole = slots - slots % self.block
         stretches = [(slice(0, whole), self.block), (slice(whole, slots), slots - whole)]
@@ -226,7 +226,7 @@ def _blocks(x_BGMN: torch.Tensor, stretch: slice, length: int) -> torch.Tensor:
 
 
 def _joined(x: torch.Tensor, shape: tuple[int, ...], length: int) -> torch.Tensor:
-    """The inverse of `_windows`; `shape` is (B, G, M)."""
+    """The inverse of `_blocks`; `shape` is (B, G, M)."""
     rows, _, heads = shape
     return x.unflatten(2, (heads, length)).unflatten(0, (rows, -1)).movedim(1, 3).flatten(3, 4)
 

@@ -1,4 +1,4 @@
-"""Selection of a backend; one that cannot run is refused by name."""
+"""Chooses a backend. A backend that cannot run is refused by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _refuse(name: str, device: torch.device, *, required: str, remedy: str) -> C
     return CapabilityError(found=f"parallel.attention_backend = {name} on {device.type}", required=required, remedy=remedy)
 
 
-#: narrowest heads that torch's Triton kernels for FlexAttention accept (torch 2.13, `_inductor/kernel/flex/flex_attention.py`)
+#: minimum head width of torch's Triton kernels for FlexAttention (torch 2.13, `_inductor/kernel/flex/flex_attention.py`)
 FLEX_MIN_WIDTH = 16
 
 
@@ -29,8 +29,8 @@ def select_backend(name: str, device: torch.device, *, head_width: int) -> str:
         raise _refuse(name, device, required="a GPU: torch has no backward pass of FlexAttention on a CPU", remedy="use dense")
     if name == "flex" and head_width < FLEX_MIN_WIDTH:
         raise CapabilityError(
-            found=f"parallel.attention_backend = flex with heads of {head_width} numbers",
-            required=f"heads of at least {FLEX_MIN_WIDTH}: torch's kernels take no narrower ones",
+            found=f"parallel.attention_backend = flex with a head width of {head_width}",
+            required=f"a head width of at least {FLEX_MIN_WIDTH}: torch's kernels do not support narrower ones",
             remedy="use masked for short rows, or raise model.head_dim",
         )
     if name == "te":

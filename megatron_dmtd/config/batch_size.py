@@ -1,8 +1,8 @@
-"""Rows of each optimizer step: always as many, or ramped up from fewer (`training.rampup_batch_size`).
+"""Rows of each optimizer step: constant, or ramped up from fewer (`training.rampup_batch_size`).
 
 The semantics are those of Megatron's `rampup_batch_size START INCREMENT SAMPLES`, in exact integers: the batch grows from START
-to `global_batch_size` in equal increments, each after an equal part of the first SAMPLES rows. The size of a step follows from
-the rows consumed before it and from nothing else, so that a run goes on at any step, in any layout, with the same batches.
+to `global_batch_size` in equal increments, each after an equal part of the first SAMPLES rows. The size of a step depends only on
+the rows consumed before it, so a run resumed at any step, in any layout, gets the same batches.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from megatron_dmtd.config.sections import TrainingConfig
 
 
 def batch_size(training: TrainingConfig, rows: int) -> int:
-    """Rows of the step that comes after `rows` rows."""
+    """Rows of the step that follows `rows` consumed rows."""
     if not training.rampup_batch_size:
         return training.global_batch_size
     start, increment, samples = training.rampup_batch_size
@@ -21,7 +21,7 @@ def batch_size(training: TrainingConfig, rows: int) -> int:
 
 
 def batch_sizes(training: TrainingConfig) -> range:
-    """All sizes that a step can have, the smallest first."""
+    """All sizes that a step can have, in ascending order."""
     full = training.global_batch_size
     if not training.rampup_batch_size:
         return range(full, full + 1)
@@ -30,7 +30,7 @@ def batch_sizes(training: TrainingConfig) -> range:
 
 
 def batch_size_stages(training: TrainingConfig) -> list[tuple[int, int]]:
-    """What a whole run does: (rows of a step, number of such steps), in order."""
+    """(rows of a step, number of such steps) over a whole run, in order."""
     rows, steps = 0, training.steps
     stages: list[tuple[int, int]] = []
     while steps > 0:

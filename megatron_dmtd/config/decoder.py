@@ -1,4 +1,4 @@
-"""What the flat settings of a run mean as values: the decoder, the method, and the schedule of the two."""
+"""The decoder, the method, and the schedule of the two, as values made from the flat settings of a run."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ _UNKNOWN = (
     re.compile(r"Option '(?P<leaf>[\w.]+)' is not accepted"),
 )
 
-#: how it words a single value where a list belongs
+#: how it words a single value where a list is expected
 _NO_LIST = re.compile(r'Parser key "(?P<key>[\w.]+)":\s+Expected a <class \'tuple\'>\. Got value: (?P<value>[^\n\[\]]+)$')
 
 

@@ -1,7 +1,7 @@
-"""What a field of a section says about itself beyond type and meaning: its range, and whether a resumed run may change it.
+"""What a field of a section states about itself besides type and meaning: its range, and whether a resumed run may change it.
 
-One statement per field, beside its default (`setting`); validation, `--help` and the comparison with a checkpoint's configuration
-follow from it.
+Each field states this once, next to its default (`setting`). Validation, `--help` and the comparison with a checkpoint's
+configuration are derived from it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _KEY = "setting"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Range:
-    """Finite numbers between two ends. Of a list, every item."""
+    """Finite numbers between two bounds; of a list, every item."""
 
     low: float
     includes_low: bool
     high: float = math.inf
-    """Not included."""
+    """Exclusive."""
 
     def holds(self, value: float) -> bool:
         """Whether a number lies in the range. NaN and infinity never do."""
@@ -46,9 +46,9 @@ class Resume:
 
     may_change: bool
     why: str
-    """In the words of the message that announces or refuses a difference."""
+    """The reason, as the message that announces or refuses a difference gives it."""
     only_with: str = ""
-    """A boolean setting without which it may not change after all; empty: none."""
+    """A boolean setting that must be true for the field to change; empty: none."""
     why_only_with: str = ""
 
 
@@ -67,7 +67,8 @@ class Setting:
     """One setting of the configuration, or of a section nested in it."""
 
     key: str
-    """Dotted, below what was asked: `model.rope_scaling.factor` of a configuration, `rope_scaling.factor` of its model."""
+    """Dotted path from the section that was asked: `model.rope_scaling.factor` in a configuration, `rope_scaling.factor` in its
+    model section."""
     range: Range | None
     choices: tuple[str, ...]
     """The values of a `Literal`; empty for other types."""
@@ -88,13 +89,13 @@ def setting(default: T, range: Range | None = None, *, resume: Resume) -> T:
 
 
 def nested(section: type[T], *, resume: Resume) -> T:
-    """A section inside a section. Its fields need no rule of their own: what holds for the whole holds for each."""
+    """A section inside a section. Its fields need no rules of their own: the rule of the whole applies to each."""
     found: Any = dataclasses.field(default_factory=section, metadata={_KEY: (None, resume)})
     return typing.cast(T, found)
 
 
 def settings(section: Any, *, prefix: str = "", inherited: Resume | None = None) -> Iterator[Setting]:
-    """Every setting below a section or a whole configuration, in order."""
+    """Every setting of a section or of a whole configuration, nested ones included, in order."""
     types = typing.get_type_hints(section)
     for item in dataclasses.fields(section):
         key = f"{prefix}{item.name}"
@@ -102,7 +103,7 @@ def settings(section: Any, *, prefix: str = "", inherited: Resume | None = None)
         if dataclasses.is_dataclass(types[item.name]):
             yield from settings(types[item.name], prefix=f"{key}.", inherited=resume)
             continue
-        assert resume is not None, f"{key} says nothing about resuming"
+        assert resume is not None, f"{key} has no rule for resumed runs"
         is_choice = typing.get_origin(types[item.name]) is typing.Literal
         choices = typing.get_args(types[item.name]) if is_choice else ()
         yield Setting(key=key, range=range, choices=choices, resume=resume)

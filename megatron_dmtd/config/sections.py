@@ -1,8 +1,8 @@
 """The configuration: frozen sections, one per concern, passed by section.
 
 This module knows no torch and no Megatron; `models/transformer_config.py` is the one crossing to Megatron's own configuration.
-A field's docstring gives its meaning and unit, its `setting` the default, the range, and whether a resumed run may change it; the
-command line's `--help` prints them all. Nothing here changes a value: `validate.py` accepts a configuration as it stands, or
+A field's docstring gives its meaning and unit; its `setting` gives the default, the range, and whether a resumed run may change
+it. The command line's `--help` prints them all. Nothing here changes a value: `validate.py` accepts a configuration as it is, or
 refuses it.
 """
 
@@ -17,32 +17,32 @@ from megatron_dmtd.cycle import VANILLA, VARIANTS
 
 Variant = Literal["vanilla", "causal-norefresh", "causal-refresh", "bidirectional-norefresh", "bidirectional-refresh"]
 
-# What a run that goes on from a checkpoint may set differently, and what it may not
-_HOW_IT_RUNS = may_change("says how the run works, not what it computes")
-_LAYOUT = may_change("state is resharded: the same run up to rounding")
+# Why a resumed run may, or may not, set a field differently
+_HOW_IT_RUNS = may_change("affects how the run works, not what it computes")
+_LAYOUT = may_change("the state is resharded: the same run up to rounding")
 _ROUNDING = may_change("the same run up to rounding")
 _SCHEDULE = may_change("the schedule follows the new value from here on")
 _OPTIMIZER = may_change("the optimizer uses the new value from here on")
 _COUNTED = may_change("rows are counted, not batches: no row is lost or repeated")
-_MEASURES = may_change("only measures")
-_MADE = may_change("the weights are already made")
-_FILES = may_change("the same corpora elsewhere; other ones are refused when their rows are counted")
+_MEASURES = may_change("affects only what is measured")
+_MADE = may_change("the weights have already been initialised")
+_FILES = may_change("the same corpora may have moved; others are refused when their rows are counted")
 _PRECISION = may_change(
     "weights and moments are kept in fp32 in both",
     only_with="parallel.distributed_optimizer",
-    why_only_with="without parallel.distributed_optimizer Megatron stores the precisions in forms that do not load each other",
+    why_only_with="without parallel.distributed_optimizer Megatron stores the two precisions in incompatible forms",
 )
 _SHAPE = fixed("another model")
 _METHOD = fixed("another method")
-_ROWS = fixed("other rows, or the same in another order")
-_OBJECTIVE = fixed("another objective: what is logged and remembered differs")
-_STORED = fixed("Megatron stores the two kinds of optimizer in forms that do not load each other")
-_FROZEN = fixed("the optimizer's state would lack the table, or hold one that nobody trains")
+_ROWS = fixed("different rows, or the same rows in another order")
+_OBJECTIVE = fixed("another objective: what is logged and stored differs")
+_STORED = fixed("Megatron stores the two kinds of optimizer in incompatible forms")
+_FROZEN = fixed("the optimizer's state would lack the embedding table, or hold one that is not trained")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Shape of the decoder. The field names are those of Hugging Face's Qwen3 where it has one."""
+    """Shape of the decoder. Field names are those of Hugging Face's Qwen3 where it has an equivalent."""
 
     family: str = setting("auto", resume=may_change("names the architecture of exports; nothing is computed by it"))
     """Hugging Face's name (`model_type`) of the architecture that a vanilla export has, such as `llama`. `auto`: the first that
@@ -61,8 +61,8 @@ class ModelConfig:
     """Width of one head; even."""
     vocab_size: int = setting(151936, POSITIVE, resume=_SHAPE)
     """Rows of the embedding table, before padding for the layout."""
-    max_position_embeddings: int = setting(40960, POSITIVE, resume=may_change("says what the model is meant for, not what it is"))
-    """Longest document, in tokens, that the model is meant for."""
+    max_position_embeddings: int = setting(40960, POSITIVE, resume=may_change("the weights do not depend on it"))
+    """Longest document, in tokens, that the model is meant to process."""
     rope_theta: float = setting(1_000_000.0, POSITIVE, resume=_SHAPE)
     """Base of the rotary position embedding."""
     rope_scaling: RopeScaling = nested(RopeScaling, resume=_SHAPE)
@@ -78,7 +78,7 @@ class ModelConfig:
     output_bias: bool = setting(False, resume=_SHAPE)
     """Bias of the attention's output projection."""
     sliding_window: int = setting(0, NOT_NEGATIVE, resume=_SHAPE)
-    """Keys that a query of a windowed layer sees at most, itself included. 0: no layer is windowed, all see all keys before."""
+    """Most keys that a query of a windowed layer sees, its own included. 0: there are no windowed layers."""
     windowed_layers: tuple[int, ...] = setting((), NOT_NEGATIVE, resume=_SHAPE)
     """Indices, from 0, of the layers with a sliding window. Empty: all of them, if `sliding_window` is set."""
     init_std: float = setting(0.02, POSITIVE, resume=_MADE)
@@ -101,7 +101,7 @@ class CycleConfig:
 
     @property
     def is_vanilla(self) -> bool:
-        """Whether this is the baseline: the same weights as an ordinary decoder."""
+        """Whether this is the baseline: the same weights used as an ordinary decoder."""
         return self.variant == VANILLA
 
     @property
@@ -117,7 +117,7 @@ class CycleConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """How the model is spread over processes. What is left of the world size is data parallelism."""
+    """How the model is distributed over processes. The remaining factor of the world size is data parallelism."""
 
     tensor: int = setting(1, POSITIVE, resume=_LAYOUT)
     """Tensor-parallel ranks: each layer's matrices are split over them."""
@@ -129,7 +129,7 @@ class ParallelConfig:
     """Layers per stage, in order (`pipeline` times `virtual_stages` numbers; rank 0 holds stages 0, `pipeline`, ...).
     Empty: split by cost, with a boundary at the parallel/sequential split."""
     context: int = setting(1, POSITIVE, resume=_LAYOUT)
-    """Context-parallel ranks. Not built: must be 1 (docs/parallelism.md says how it would work and what it would cost)."""
+    """Context-parallel ranks. Not implemented: must be 1 (docs/parallelism.md explains how it could work)."""
     sequence_parallel: bool = setting(False, resume=_LAYOUT)
     """Split norms and residual along the sequence over the tensor-parallel ranks."""
     distributed_optimizer: bool = setting(True, resume=_STORED)
@@ -141,7 +141,7 @@ class ParallelConfig:
     recompute: Literal["none", "selective", "full"] = setting("none", resume=_HOW_IT_RUNS)
     """Activation recompute: none, attention cores only, or whole layers."""
     attention_backend: Literal["auto", "dense", "masked", "flex", "te"] = setting("auto", resume=_ROUNDING)
-    """Kernel of the attention. `auto`: `flex` on a GPU, `dense` on a CPU. `masked` is the slow, obvious one, `te` Transformer
+    """Kernel of the attention. `auto`: `flex` on a GPU, `dense` on a CPU. `masked` is slow and simple, `te` is Transformer
     Engine's."""
     timeout_s: float = setting(600.0, POSITIVE, resume=_HOW_IT_RUNS)
     """Seconds after which a collective that has not finished is an error."""
@@ -163,21 +163,21 @@ class DataConfig:
     seq_length: int = setting(4096, POSITIVE, resume=_ROWS)
     """Slots per row of a batch; a multiple of the cycle length."""
     pad_token_id: int = setting(151643, NOT_NEGATIVE, resume=_ROWS)
-    """Id that fills the end of a document's last cycle. It may equal EOS: padding is known by place, never by value."""
+    """Id that fills the end of a document's last cycle. It may equal EOS: padding is recognised by position, never by value."""
     shuffle_seed: int = setting(1234, NOT_NEGATIVE, resume=_ROWS)
     """Seed of the document order of each epoch, and of the order of blended corpora."""
     packing: Literal["concatenate", "best-fit"] = setting("concatenate", resume=_ROWS)
-    """How documents fill rows. `concatenate`: one stream, cut every `seq_length` slots, almost without padding. `best-fit`: no
-    document is cut that fits into a row; the room that is left is padding."""
+    """How documents fill rows. `concatenate`: one stream, cut every `seq_length` slots, almost without padding. `best-fit`:
+    documents that fit into a row are not cut; the rest of each row is padding."""
     cache_dir: str = setting("", resume=_HOW_IT_RUNS)
-    """Folder of the row indices, which are built once and memory-mapped. Empty: `index-cache` beside the first corpus."""
+    """Folder of the row indices, which are built once and memory-mapped. Empty: `index-cache` in the first corpus's folder."""
     prefetch_batches: int = setting(2, NOT_NEGATIVE, resume=_HOW_IT_RUNS)
     """Microbatches read ahead by a thread. 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW and the learning-rate schedule (Megatron's optimizer and parameter scheduler), which counts steps, not rows."""
+    """Megatron's AdamW and learning-rate schedule, which counts steps, not rows."""
 
     lr: float = setting(3e-4, POSITIVE, resume=_SCHEDULE)
     """Peak learning rate."""
@@ -223,7 +223,7 @@ class TrainingConfig:
     precision: Literal["fp32", "bf16"] = setting("fp32", resume=_PRECISION)
     """Compute type. `bf16` keeps fp32 master weights and fp32 gradients."""
     freeze_embeddings: bool = setting(False, resume=_FROZEN)
-    """Train neither the embedding table nor the output head: for continued training, whose vocabulary is learnt already."""
+    """Train neither the embedding table nor the output head: for continued training, where the vocabulary has been learnt."""
     seed: int = setting(1234, NOT_NEGATIVE, resume=_MADE)
     """Seed of the initial weights (the same for every layout) and of dropout."""
     eval_interval: int = setting(100, NOT_NEGATIVE, resume=_MEASURES)
@@ -250,12 +250,12 @@ class CheckpointConfig:
     keep_last: int = setting(3, NOT_NEGATIVE, resume=_HOW_IT_RUNS)
     """Newest checkpoints kept; 0 keeps all."""
     keep_every: int = setting(0, NOT_NEGATIVE, resume=_HOW_IT_RUNS)
-    """Checkpoints of steps that this number divides are kept for ever. 0: none beside the newest."""
+    """Checkpoints of steps divisible by this number are kept for ever. 0: only the newest are kept."""
     asynchronous: bool = setting(True, resume=_HOW_IT_RUNS)
-    """Write in the background: training waits for a copy of the state only, which takes as much host memory as the checkpoint."""
+    """Write in the background: training waits only for a copy of the state, which takes as much host memory as the checkpoint."""
     resume: bool = setting(True, resume=_HOW_IT_RUNS)
     """Continue from the checkpoint that `latest` in `dir` names, if there is one. False: `dir` must hold none."""
-    init_from: str = setting("", resume=may_change("a run that goes on does not start again"))
+    init_from: str = setting("", resume=may_change("read only when a run starts"))
     """A checkpoint whose model weights, and nothing else, start a new run. Empty: random weights."""
 
 
@@ -274,8 +274,8 @@ class LoggingConfig:
     peak_tflops: float = setting(0.0, NOT_NEGATIVE, resume=_MEASURES)
     """Peak TFLOP/s of one device, for MFU. 0: not known."""
     measure_peak: bool = setting(False, resume=_MEASURES)
-    """Measure the peak when the run starts, by products of large matrices in the compute type, on all ranks at once; for where
-    `peak_tflops` is 0. Without either MFU is not reported."""
+    """Measure the peak when the run starts, by products of large matrices in the compute type, on all ranks at once; only if
+    `peak_tflops` is 0. Without either, MFU is not reported."""
     progress: bool = setting(True, resume=_HOW_IT_RUNS)
     """Progress bar on rank 0's terminal."""
     spike_deviations: float = setting(6.0, NOT_NEGATIVE, resume=_MEASURES)

@@ -18,7 +18,7 @@ def _require(condition: bool, *, found: str, required: str, remedy: str) -> None
 
 
 def _validate_settings(section: Any, name: str) -> None:
-    """Each setting of a section by itself: its range, or the values that it may have."""
+    """Check each setting of a section on its own: its range, or its allowed values."""
     for setting in settings(type(section)):
         key, value = f"{name}.{setting.key}", setting.value_in(section)
         is_list = isinstance(value, tuple)
@@ -50,7 +50,7 @@ def validate_model(model: ModelConfig) -> None:
     _require(
         model.head_dim % 2 == 0,
         found=f"model.head_dim = {model.head_dim}",
-        required="an even number: rotary embedding turns pairs",
+        required="an even number: rotary embedding rotates pairs of dimensions",
         remedy="set model.head_dim to an even number",
     )
     _validate_window(model)
@@ -62,7 +62,7 @@ def _validate_window(model: ModelConfig) -> None:
     _require(
         not layers or model.sliding_window > 0,
         found=f"model.windowed_layers = {list(layers)} with model.sliding_window = 0",
-        required="a window where layers have one",
+        required="the width of the window",
         remedy="set model.sliding_window, or leave out model.windowed_layers",
     )
     _require(
@@ -78,8 +78,8 @@ def _validate_rope_scaling(scaling: RopeScaling) -> None:
         _require(
             scaling == RopeScaling(),
             found="settings of model.rope_scaling with rope_type default",
-            required="a rope_type that reads them: linear, llama3 or yarn",
-            remedy="set model.rope_scaling.rope_type, or leave out the others",
+            required="a rope_type that uses them: linear, llama3 or yarn",
+            remedy="set model.rope_scaling.rope_type, or leave out the other settings",
         )
         return
     _require(
@@ -93,7 +93,7 @@ def _validate_rope_scaling(scaling: RopeScaling) -> None:
     _require(
         scaling.original_max_position_embeddings > 0,
         found=f"model.rope_scaling.original_max_position_embeddings = {scaling.original_max_position_embeddings}",
-        required="the context, in tokens, before scaling",
+        required="the length of the context before scaling, in tokens",
         remedy="set model.rope_scaling.original_max_position_embeddings",
     )
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -119,7 +119,7 @@ def validate_cycle(cycle: CycleConfig, model: ModelConfig) -> None:
     _require(
         1 <= cycle.num_parallel_layers < model.num_layers,
         found=f"{cycle.num_parallel_layers} parallel layers of {model.num_layers} layers",
-        required="at least one parallel and at least one sequential layer, which add up to model.num_layers",
+        required="at least one parallel and one sequential layer, which add up to model.num_layers",
         remedy=f"set cycle.num_parallel_layers between 1 and {model.num_layers - 1}",
     )
     _require(
@@ -136,7 +136,7 @@ def validate_parallel(parallel: ParallelConfig, model: ModelConfig, cycle: Cycle
     _require(
         parallel.context == 1,
         found=f"parallel.context = {parallel.context}",
-        required="1: context parallelism is not built (docs/parallelism.md)",
+        required="1: context parallelism is not implemented (docs/parallelism.md)",
         remedy="set parallel.context to 1; for longer rows use parallel.tensor, parallel.sequence_parallel or parallel.recompute",
     )
     for name, heads in (
@@ -146,13 +146,13 @@ def validate_parallel(parallel: ParallelConfig, model: ModelConfig, cycle: Cycle
         _require(
             heads % parallel.tensor == 0,
             found=f"model.{name} = {heads} over parallel.tensor = {parallel.tensor}",
-            required="heads that the tensor-parallel ranks divide",
+            required="a number of heads divisible by the tensor-parallel ranks",
             remedy=f"set parallel.tensor to a divisor of {heads}",
         )
     _require(
         model.intermediate_size % parallel.tensor == 0,
         found=f"model.intermediate_size = {model.intermediate_size} over parallel.tensor = {parallel.tensor}",
-        required="an intermediate size that the tensor-parallel ranks divide",
+        required="an intermediate size divisible by the tensor-parallel ranks",
         remedy="change parallel.tensor",
     )
     _require(
@@ -193,7 +193,7 @@ def _validate_stages(parallel: ParallelConfig, model: ModelConfig, cycle: CycleC
         found=f"parallel.stage_layers lists {len(stages)} stages ({shown}), parallel.pipeline is {parallel.pipeline}"
         + (f" with {parallel.virtual_stages} virtual stages" if parallel.virtual_stages > 1 else ""),
         required="one number per stage",
-        remedy="make the two agree",
+        remedy="change one of the two",
     )
     _require(
         sum(stages) == model.num_layers,
@@ -206,7 +206,7 @@ def _validate_stages(parallel: ParallelConfig, model: ModelConfig, cycle: CycleC
         _require(
             cycle.num_parallel_layers in boundaries,
             found=f"stages end after layers {boundaries}",
-            required=f"a stage that ends after the {cycle.num_parallel_layers} parallel layers",
+            required=f"a stage boundary after the {cycle.num_parallel_layers} parallel layers",
             remedy="move the boundary, or leave parallel.stage_layers empty",
         )
 
@@ -216,12 +216,12 @@ def _validate_weights(data: DataConfig) -> None:
         len(data.train_weights) in (0, len(data.train)),
         found=f"{len(data.train_weights)} data.train_weights for {len(data.train)} corpora in data.train",
         required="one weight per corpus, or none",
-        remedy="name a weight for each corpus",
+        remedy="give a weight for each corpus",
     )
 
 
 def validate_data(data: DataConfig, config: Config) -> None:
-    """Raise `ConfigError` if rows and cycles do not fit each other."""
+    """Raise `ConfigError` if rows do not fit the cycles, the layout or the model."""
     _validate_settings(data, "data")
     _validate_weights(data)
     _require(
@@ -234,13 +234,13 @@ def validate_data(data: DataConfig, config: Config) -> None:
     _require(
         not config.parallel.sequence_parallel or data.seq_length % tensor == 0,
         found=f"data.seq_length = {data.seq_length} with sequence parallelism over {tensor} ranks",
-        required="rows that the tensor-parallel ranks divide",
+        required="a row length divisible by the tensor-parallel ranks",
         remedy=f"set data.seq_length to a multiple of {tensor}",
     )
     _require(
         data.seq_length <= config.model.max_position_embeddings,
         found=f"data.seq_length = {data.seq_length}, model.max_position_embeddings = {config.model.max_position_embeddings}",
-        required="rows no longer than the model's positions",
+        required="rows no longer than the model's longest document",
         remedy="shorten the rows, or raise model.max_position_embeddings",
     )
     _require(
@@ -280,7 +280,7 @@ def _validate_training(config: Config) -> None:
     _require(
         not (config.logging.measure_peak and config.logging.peak_tflops),
         found=f"logging.measure_peak with logging.peak_tflops = {config.logging.peak_tflops}",
-        required="one peak: given or measured",
+        required="either a given or a measured peak",
         remedy="set logging.measure_peak to false, or logging.peak_tflops to 0",
     )
 
@@ -292,7 +292,7 @@ def _validate_ramp_up(training: TrainingConfig) -> None:
         len(ramp) in (0, 3),
         found=shown,
         required="three numbers, START, INCREMENT and SAMPLES, or none",
-        remedy="write for example [16, 16, 100000]",
+        remedy="for example, write [16, 16, 100000]",
     )
     if not ramp:
         return
@@ -312,8 +312,8 @@ def data_parallel_size(config: Config, world_size: int) -> int:
     _require(
         world_size % ranks == 0 and world_size > 0,
         found=f"{world_size} processes for tensor {parallel.tensor} x pipeline {parallel.pipeline} = {ranks} ranks",
-        required=f"a number of processes that {ranks} divides",
-        remedy="start another number of processes, or change parallel.tensor or parallel.pipeline",
+        required=f"a multiple of {ranks} processes",
+        remedy="start a different number of processes, or change parallel.tensor or parallel.pipeline",
     )
     return world_size // ranks
 

@@ -25,6 +25,6 @@ def test_backends_are_chosen_by_device_and_refused_by_name() -> None:
 @pytest.mark.parametrize("name", ["auto", "flex"])
 def test_heads_too_narrow_for_the_kernels_of_a_gpu_are_refused(name: str) -> None:
     cuda = torch.device("cuda")
-    with pytest.raises(CapabilityError, match="attention_backend = flex with heads of 8 numbers"):
+    with pytest.raises(CapabilityError, match="attention_backend = flex with a head width of 8"):
         select_backend(name, cuda, head_width=8)
     assert select_backend("masked", cuda, head_width=8) == "masked"

@@ -64,7 +64,7 @@ def test_a_setting_without_a_rule_is_a_fault_of_ours() -> None:
     class Careless:
         size: int = 3
 
-    with pytest.raises(AssertionError, match="size says nothing about resuming"):
+    with pytest.raises(AssertionError, match="size has no rule for resumed runs"):
         list(settings(Careless))
 
 

@@ -25,10 +25,10 @@ def test_each_difference_says_whether_it_is_allowed_and_why(saved: Path) -> None
     changed = tiny_config(optimizer={"lr": 1e-2}, parallel={"tensor": 2}, model={"init_std": 0.2}, logging={"interval": 7})
     told = [str(difference) for difference in differences(changed, check_resumable(changed, saved))]
     assert told == [
-        "model.init_std = 0.1 in the checkpoint, 0.2 in this run (allowed: the weights are already made)",
-        "parallel.tensor = 1 in the checkpoint, 2 in this run (allowed: state is resharded: the same run up to rounding)",
+        "model.init_std = 0.1 in the checkpoint, 0.2 in this run (allowed: the weights have already been initialised)",
+        "parallel.tensor = 1 in the checkpoint, 2 in this run (allowed: the state is resharded: the same run up to rounding)",
         "optimizer.lr = 0.003 in the checkpoint, 0.01 in this run (allowed: the schedule follows the new value from here on)",
-        "logging.interval = 1 in the checkpoint, 7 in this run (allowed: says how the run works, not what it computes)",
+        "logging.interval = 1 in the checkpoint, 7 in this run (allowed: affects how the run works, not what it computes)",
     ]
 
 
