@@ -24,10 +24,11 @@ from megatron_dmtd.errors import CheckpointError
 from megatron_dmtd.families import ModelDescription, read_directory
 from megatron_dmtd.infra import checksums
 from megatron_dmtd.training.checkpoints.paths import DAMAGED, find_step_directory, must_be_verified
+from megatron_dmtd.weights.checkpoint_files import saved_config
 from megatron_dmtd.weights.hf_directory import HFWeights
 from megatron_dmtd.weights.megatron_names import Rule, check_megatron, hf_specs, megatron_specs, rules
 from megatron_dmtd.weights.specs import TensorSpec
-from megatron_dmtd.weights.torch_dist import CheckpointTensors, read_checkpoint_config
+from megatron_dmtd.weights.torch_dist import CheckpointTensors
 
 
 class Source(Protocol):
@@ -114,7 +115,7 @@ class Checkpoint:
         self.directory = find_step_directory(path)
         if verify and must_be_verified(self.directory):
             _verify(self.directory)
-        self.config: Config = read_checkpoint_config(self.directory)
+        self.config: Config = saved_config(self.directory)
         self.description = ModelDescription(model=self.config.model, cycle=self.config.cycle)
         self.model, self.cycle = self.config.model, self.config.cycle
         validate_model(self.model)

@@ -18,7 +18,7 @@ from megatron_dmtd.errors import CheckpointError, ConfigError, DMTDError
 from megatron_dmtd.parallel.groups import rank_of_environment, world_size_of_environment
 from megatron_dmtd.platform import Platform
 from megatron_dmtd.training.checkpoints import paths
-from megatron_dmtd.training.checkpoints.compatibility import differences, saved_config
+from megatron_dmtd.training.checkpoints.compatibility import differences
 from megatron_dmtd.training.checkpoints.saving import Saver
 from megatron_dmtd.training.health import non_finite
 from megatron_dmtd.training.health.consensus import any_rank, raise_together, told_by_first
@@ -32,6 +32,7 @@ from megatron_dmtd.training.rows import OpenSources, microbatches, open_corpora
 from megatron_dmtd.training.start import build, check, join, locked_folders, resume_directory
 from megatron_dmtd.training.state import RunState
 from megatron_dmtd.training.step import StepResult, advance, evaluate, train_step
+from megatron_dmtd.weights.checkpoint_files import saved_config
 
 
 def _due(step: int, interval: int, last: int) -> bool:

@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 
 from megatron_dmtd.config.decoder import decoder_of
+from megatron_dmtd.weights.checkpoint_files import saved_config
 from megatron_dmtd.weights.hf_directory import open_directory
 from megatron_dmtd.weights.megatron_names import check_megatron, rules
-from megatron_dmtd.weights.torch_dist import CheckpointTensors, read_checkpoint_config
+from megatron_dmtd.weights.torch_dist import CheckpointTensors
 
 WeightStream = Iterator[tuple[str, torch.Tensor]]
 
@@ -30,7 +31,7 @@ def stream_checkpoint(step_directory: str | Path) -> WeightStream:
     Raises `CheckpointError` or `ConversionError` before the first tensor, if the checkpoint cannot be read or its tensors are not
     exactly those of its model. Its checksums are not compared.
     """
-    decoder = decoder_of(read_checkpoint_config(step_directory).model)
+    decoder = decoder_of(saved_config(step_directory).model)
     tensors = CheckpointTensors(step_directory)
     check_megatron(decoder, tensors.specs)
     return (part for rule in rules(decoder) for part in rule.split(tensors.read(rule.megatron_name)))

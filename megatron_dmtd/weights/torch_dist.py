@@ -48,9 +48,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from megatron_dmtd.config import Config, from_yaml, to_yaml
+from megatron_dmtd.config import Config, to_yaml
 from megatron_dmtd.config.decoder import decoder_of
-from megatron_dmtd.errors import CheckpointError, ConfigError, ConversionError
+from megatron_dmtd.errors import CheckpointError, ConversionError
 from megatron_dmtd.infra.checksums import write_checksums
 from megatron_dmtd.infra.digests import sha256_of_file
 from megatron_dmtd.infra.directories import new_directory
@@ -71,17 +71,6 @@ _METADATA = {
 _NOT_MODEL = re.compile(r"(chained_\d+\.)?optimizer\.")
 #: what torch raises for absent, cut or scrambled files
 _READ_ERRORS = (OSError, EOFError, pickle.UnpicklingError, RuntimeError, ValueError, KeyError, AttributeError)
-
-
-def read_checkpoint_config(step_directory: str | Path) -> Config:
-    """The configuration saved with a checkpoint. Raises `CheckpointError` if it is absent or not of this version."""
-    path = Path(step_directory) / CONFIG_FILE
-    try:
-        return from_yaml(path)
-    except ConfigError as error:
-        raise CheckpointError(
-            found=f"{path}: {error.found}", required="the configuration saved with the checkpoint", remedy=error.remedy
-        ) from error
 
 
 def _damaged(directory: Path, error: BaseException) -> CheckpointError:

@@ -13,8 +13,8 @@ from megatron_dmtd.conversion.sources import open_source
 from megatron_dmtd.cycle import VARIANTS
 from megatron_dmtd.errors import CheckpointError, ConfigError, ConversionError
 from megatron_dmtd.hf import DMTDQwen3Config, DMTDQwen3ForCausalLM
+from megatron_dmtd.weights.checkpoint_files import saved_config
 from megatron_dmtd.weights.safetensors_files import WeightFiles
-from megatron_dmtd.weights.torch_dist import read_checkpoint_config
 from tests.support.hf_models import save_tokenizer
 from tests.support.ranks import run_ranks
 
@@ -77,7 +77,7 @@ def megatron_logits(checkpoint: str, tokens_BN: torch.Tensor) -> torch.Tensor:
     from megatron_dmtd.training.setup import build_run
 
     platform = prepare_megatron()
-    config = read_checkpoint_config(checkpoint)
+    config = saved_config(checkpoint)
     config = replace(config, data=replace(config.data, seq_length=16, pad_token_id=0))
     init_parallel(config, platform)
     run = build_run(config, platform)
@@ -159,7 +159,7 @@ def test_the_tokenizer_travels(tmp_path, as_vanilla):
     save_dmtd(tmp_path / "hf", "causal-refresh", vocab_size=300, mask_token_id=2)
     save_tokenizer(tmp_path / "hf")
     import_hf(tmp_path / "hf", tmp_path / "start")
-    assert read_checkpoint_config(tmp_path / "start").data.tokenizer == str(tmp_path / "hf")
+    assert saved_config(tmp_path / "start").data.tokenizer == str(tmp_path / "hf")
     export_hf(tmp_path / "start", tmp_path / "out", as_vanilla=as_vanilla)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()

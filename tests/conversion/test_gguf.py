@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron_dmtd.conversion.convert import export_hf, import_hf
 from megatron_dmtd.conversion.gguf import as_written, gguf_file
 from megatron_dmtd.errors import CapabilityError, ConversionError, DMTDError
+from megatron_dmtd.weights.checkpoint_files import saved_config
 from megatron_dmtd.weights.safetensors_files import WeightFiles
-from megatron_dmtd.weights.torch_dist import read_checkpoint_config
 from tests.support.hf_models import random_hf_directory, save_tokenizer, small_model
 
 NAMES = {
@@ -101,7 +101,7 @@ def test_weights_and_tokenizer_of_a_gguf_file_are_imported(source, tmp_path, as_
     made = import_hf(source if as_directory else source / "model.gguf", tmp_path / "start")
     assert made.cycle.is_vanilla and made.model.qk_norm and made.model.tie_word_embeddings
     assert (made.model.rms_norm_eps, made.model.rope_theta) == (MODEL.rms_norm_eps, MODEL.rope_theta)
-    assert read_checkpoint_config(tmp_path / "start").data.tokenizer == str(tmp_path / "start" / "tokenizer")
+    assert saved_config(tmp_path / "start").data.tokenizer == str(tmp_path / "start" / "tokenizer")
     export_hf(tmp_path / "start", tmp_path / "out")
     expected, found = WeightFiles(tmp_path / "hf"), WeightFiles(tmp_path / "out")
     assert expected.specs == found.specs

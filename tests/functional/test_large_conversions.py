@@ -15,8 +15,9 @@ from megatron_dmtd.config import CycleConfig, ModelConfig
 from megatron_dmtd.conversion.compare import compare
 from megatron_dmtd.conversion.convert import export_hf, import_hf
 from megatron_dmtd.conversion.sources import open_source
+from megatron_dmtd.weights.checkpoint_files import saved_config
 from megatron_dmtd.weights.safetensors_files import WeightFiles
-from megatron_dmtd.weights.torch_dist import CheckpointTensors, read_checkpoint_config
+from megatron_dmtd.weights.torch_dist import CheckpointTensors
 from tests.models.test_model import megatron_logits
 from tests.support.hf_models import random_hf_directory, small_model
 from tests.support.ranks import run_ranks
@@ -134,7 +135,7 @@ def test_the_logits_of_smollm2_survive_the_import(smollm2, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "start" / "tokenizer")
     text = "The capital of France is Paris, that of Italy Rome. def area(radius):\n    return 3.14159 * radius ** 2\n"
     ids = tokenizer(text, return_tensors="pt")["input_ids"][:, :32]
-    config = read_checkpoint_config(tmp_path / "start")
+    config = saved_config(tmp_path / "start")
     config = with_settings(config, data={"seq_length": ids.shape[1], "tokenizer": ""}, training={"precision": "fp32"})
     assert made.cycle.is_vanilla and ids.shape[1] == 32
     (found,) = run_ranks(1, megatron_logits, config, {name: tensors.read(name) for name in tensors.specs}, ids, (32,))

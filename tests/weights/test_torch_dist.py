@@ -13,9 +13,10 @@ import torch
 from megatron_dmtd.config import Config
 from megatron_dmtd.config.decoder import decoder_of
 from megatron_dmtd.errors import CheckpointError, ConversionError
+from megatron_dmtd.weights.checkpoint_files import saved_config
 from megatron_dmtd.weights.megatron_names import rules
 from megatron_dmtd.weights.specs import spec_of
-from megatron_dmtd.weights.torch_dist import CheckpointTensors, _mapped, read_checkpoint_config
+from megatron_dmtd.weights.torch_dist import CheckpointTensors, _mapped
 from megatron_dmtd.weights.torch_dist import write_model_checkpoint as write_lazily
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_config, with_settings
@@ -128,7 +129,7 @@ def test_reads_what_the_trainer_saves(tmp_path, tied, tensor, pipeline):
         expected = {name: expected[name] for name in expected_names}
     assert_same(found, expected)
     assert CheckpointTensors(tmp_path / "run" / "step_00000000").specs == {name: spec_of(part) for name, part in found.items()}
-    assert read_checkpoint_config(tmp_path / "run" / "step_00000000") == config
+    assert saved_config(tmp_path / "run" / "step_00000000") == config
 
 
 @pytest.mark.multiprocess
@@ -286,10 +287,10 @@ def test_tensors_are_fetched_one_at_a_time_and_the_files_are_those_of_a_layer(tm
 def test_a_checkpoint_without_its_configuration_is_refused(tmp_path):
     config = with_settings(tiny_config(), training={"steps": 7})
     write_model_checkpoint(tmp_path / "start", megatron_tensors(config), config)
-    assert read_checkpoint_config(tmp_path / "start") == config
+    assert saved_config(tmp_path / "start") == config
     (tmp_path / "start" / "config.yaml").unlink()
     with pytest.raises(CheckpointError, match=r"config\.yaml"):
-        read_checkpoint_config(tmp_path / "start")
+        saved_config(tmp_path / "start")
 
 
 def test_the_metadata_names_the_format(tmp_path):

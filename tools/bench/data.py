@@ -17,12 +17,12 @@ import statistics
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import get_args
 
 from megatron_dmtd.data.batches.dataset import PackedDataset
 from megatron_dmtd.data.batches.loader import batches, collate, prefetched
 from megatron_dmtd.data.batches.packing import Packing
+from megatron_dmtd.training.log import read_metrics
 
 
 def measure(dataset: PackedDataset, *, micro_batch_size: int, num_batches: int, first_row: int, depth: int) -> float:
@@ -43,7 +43,7 @@ def measure(dataset: PackedDataset, *, micro_batch_size: int, num_batches: int, 
 
 def consumed_tokens_per_s(log: str, *, data_parallel: int) -> float:
     """What one data-parallel rank of a logged run consumes: the median line, without the first, which may hold a compilation."""
-    lines = [json.loads(line) for line in Path(log).read_text().splitlines()]
+    lines = read_metrics(log)
     rates = [line["tokens_per_s"] for line in lines if "tokens_per_s" in line]
     return statistics.median(rates[1:] or rates) / data_parallel
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dmtd.config import Config, from_yaml
+from megatron_dmtd.config import Config
 from megatron_dmtd.config.metadata import Setting, settings
-from megatron_dmtd.errors import CheckpointError, ConfigError
-from megatron_dmtd.training.checkpoints import paths
+from megatron_dmtd.errors import CheckpointError
+from megatron_dmtd.weights.checkpoint_files import saved_config
 
 #: the section that must agree for weights alone. The method may differ: it adds no parameters.
 _WEIGHTS = "model"
@@ -51,17 +51,6 @@ def differences(wanted: Config, saved: Config) -> list[Difference]:
         if new != old:
             found.append(Difference(setting=setting, saved=old, wanted=new, refused=_why_refused(setting, wanted)))
     return found
-
-
-def saved_config(step_directory: Path) -> Config:
-    """The configuration that wrote a checkpoint. Raises `CheckpointError` if it cannot be read."""
-    path = step_directory / paths.CONFIG_FILE
-    try:
-        return from_yaml(path)
-    except ConfigError as error:
-        raise CheckpointError(
-            found=f"{path}: {error.found}", required="the configuration saved with the checkpoint", remedy=error.remedy
-        ) from error
 
 
 def _refuse(refused: list[Difference], allowed: list[Difference], step_directory: Path, *, remedy: str) -> None:

@@ -7,7 +7,7 @@ from megatron_dmtd.config import Config, to_yaml
 from megatron_dmtd.config.metadata import settings
 from megatron_dmtd.errors import CheckpointError
 from megatron_dmtd.training.checkpoints import paths
-from megatron_dmtd.training.checkpoints.compatibility import check_resumable, check_weights, differences, saved_config
+from megatron_dmtd.training.checkpoints.compatibility import check_resumable, check_weights, differences
 from tests.support.tiny import tiny_config, with_settings
 
 
@@ -80,11 +80,3 @@ def test_a_setting_of_a_nested_section_is_named_by_itself(saved: Path) -> None:
         check_weights(scaled, saved)
     assert "model.rope_scaling.rope_type = default in the checkpoint, linear in this run (another model)" in caught.value.found
     assert "model.rope_scaling.factor = 1.0 in the checkpoint, 2.0 in this run (another model)" in caught.value.found
-
-
-def test_an_unreadable_configuration_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"config.yaml: no file"):
-        saved_config(tmp_path)
-    (tmp_path / paths.CONFIG_FILE).write_text("model: {no_such_field: 1}\n")
-    with pytest.raises(CheckpointError, match=r"unknown setting model.no_such_field"):
-        saved_config(tmp_path)
