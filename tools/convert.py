@@ -28,6 +28,7 @@ from megatron_dmtd.conversion.sources import Source, is_hf_directory, num_parame
 from megatron_dmtd.cycle import VARIANTS
 from megatron_dmtd.errors import ConfigError, DMTDError
 from megatron_dmtd.infra.checksums import CHECKSUMS_FILE, has_checksums
+from megatron_dmtd.infra.console import ending_quietly
 from megatron_dmtd.training.checkpoints.paths import find_step_directory
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -211,4 +212,4 @@ def _end_on_signal(number: int, frame: object) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _end_on_signal)
-    sys.exit(main())
+    sys.exit(ending_quietly(main))

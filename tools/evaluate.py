@@ -24,6 +24,7 @@ from typing import Any
 from megatron_dmtd.errors import ConfigError, DataError, DMTDError, Refusal
 from megatron_dmtd.inference import Engine, EngineConfig, SamplingParams, score
 from megatron_dmtd.inference.text import encode, load_tokenizer
+from megatron_dmtd.infra.console import ending_quietly
 from megatron_dmtd.infra.directories import new_directory
 from megatron_dmtd.infra.disk import disk_errors
 
@@ -235,4 +236,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending_quietly(main))

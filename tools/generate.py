@@ -21,7 +21,7 @@ from pathlib import Path
 from megatron_dmtd.errors import DataError, DMTDError
 from megatron_dmtd.inference import Completion, Engine, EngineConfig, SamplingParams
 from megatron_dmtd.inference.text import encode, load_tokenizer
-from megatron_dmtd.infra.console import silence_stdout
+from megatron_dmtd.infra.console import ending_quietly
 
 #: the sampling options: name, type, what it does
 _SAMPLING: tuple[tuple[str, type, str], ...] = (
@@ -180,20 +180,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a character that the terminal cannot show must not stop the output
     try:
-        status = run(arguments(argv))
-        sys.stdout.flush()
-        return status
+        return run(arguments(argv))
     except DMTDError as error:
         print(f"{type(error).__name__}\n{error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # The reader is gone (`| head`); what Python flushes at exit must go somewhere.
-        silence_stdout()
-        return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending_quietly(main))
