@@ -34,7 +34,7 @@ PROMPT_TOKENS = 62  # ends inside a cycle of four, as most prompts do
 def heldout_prompts(prefix: str, *, count: int, num_tokens: int = PROMPT_TOKENS) -> list[list[int]]:
     """The first `num_tokens` tokens of `count` longer held-out documents. Raises `DataError` if there are not enough of them."""
     file = TokenFile(prefix)
-    long_enough = [index for index, length in enumerate(file.document_lengths_D) if length > num_tokens]
+    long_enough = [index for index, length in enumerate(file.document_lengths_U) if length > num_tokens]
     if len(long_enough) < count:
         raise DataError(
             found=f"{len(long_enough)} held-out documents of more than {num_tokens} tokens in {prefix}",

@@ -3,7 +3,7 @@
 A mean of means is wrong as soon as two microbatches or ranks hold different numbers of targets; so this module keeps sums of
 loss and counts of targets, and divides once, when asked for values. It does not communicate: the caller adds up `sums`.
 
-Shape legend: B rows, N slots per row, C phases of the cycle.
+Shape legend: B rows, N slots of a row, C phases of the cycle.
 """
 
 from __future__ import annotations

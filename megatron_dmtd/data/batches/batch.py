@@ -1,6 +1,6 @@
 """One batch of packed documents, as the training step takes it.
 
-Shape legend: B rows, N slots per row.
+Shape legend: B rows, N slots of a row.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Rows of a packed corpus by number: row i is the same on every rank, machine and layout, and after every restart.
 
-Rows count over all epochs, 0 to infinity; the documents, and the rows that they
-fill, are shuffled anew for each epoch. Nothing here is state: a run is resumed
-by the number of its next row. Which rank takes which row is the loader's business. With a cache, what grows with the corpus lies
-on disk and is memory-mapped.
+Rows are numbered over all epochs, without end; documents, and the rows that they fill, are shuffled again for each epoch. Nothing
+here is state: a run is resumed by the number of its next row. The loader decides which rank takes which row. With a cache,
+everything that grows with the corpus is on disk and memory-mapped.
 
-Shape legend: N slots per row, D documents.
+Shape legend: N slots of a row, U documents.
 """
 
 from __future__ import annotations
@@ -231,12 +230,12 @@ class PackedDataset:
         }
 
     def _build_plan(self, epoch: int) -> EpochPlan:
-        lengths_D = np.concatenate([file.document_lengths_D for file in self._files])
-        order_D = epoch_order(self.num_documents, shuffle_seed=self.shuffle_seed, epoch=epoch)
+        lengths_U = np.concatenate([file.document_lengths_U for file in self._files])
+        order_U = epoch_order(self.num_documents, shuffle_seed=self.shuffle_seed, epoch=epoch)
         rows = partial(epoch_order, shuffle_seed=self.shuffle_seed, epoch=epoch, stream=1)
         return self._plan_type(
-            lengths_D,
-            order_D,
+            lengths_U,
+            order_U,
             seq_length=self.seq_length,
             cycle_length=self.cycle_length,
             row_order=None if self.shuffle_seed is None else rows,

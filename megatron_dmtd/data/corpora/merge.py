@@ -194,12 +194,12 @@ def _chunks(part: _Part, chunk_tokens: int) -> Iterator[SplitTokens]:
     file = TokenFile(part.prefix)
     marks = TokenFile(loss_prefix(part.prefix)) if part.manifest.loss == "assistant" else None
     for begin, end in file.runs(chunk_tokens):
-        tokens_T = file.tokens(begin, end)
+        tokens_N = file.tokens(begin, end)
         yield SplitTokens(
-            tokens_T=tokens_T,
-            lengths_D=file.lengths(begin, end).astype(np.int32),
-            loss_T=None if marks is None else marks.tokens(begin, end).astype(np.uint8),
-            max_token_id=int(tokens_T.max()),
+            tokens_N=tokens_N,
+            lengths_U=file.lengths(begin, end).astype(np.int32),
+            loss_N=None if marks is None else marks.tokens(begin, end).astype(np.uint8),
+            max_token_id=int(tokens_N.max()),
         )
 
 

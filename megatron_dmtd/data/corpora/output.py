@@ -144,13 +144,13 @@ class _SplitFiles:
         return [file for file in (self.tokens, self.lengths, self.loss) if file is not None]
 
     def append(self, part: SplitTokens) -> None:
-        self.tokens.append(part.tokens_T)
-        self.lengths.append(part.lengths_D)
+        self.tokens.append(part.tokens_N)
+        self.lengths.append(part.lengths_U)
         if self.loss is not None:
-            assert part.loss_T is not None and part.loss_T.size == part.tokens_T.size
-            self.loss.append(part.loss_T)
-        self.counts.num_documents += part.lengths_D.size
-        self.counts.num_tokens += part.tokens_T.size
+            assert part.loss_N is not None and part.loss_N.size == part.tokens_N.size
+            self.loss.append(part.loss_N)
+        self.counts.num_documents += part.lengths_U.size
+        self.counts.num_tokens += part.tokens_N.size
         self.counts.max_token_id = max(self.counts.max_token_id, part.max_token_id)
 
 

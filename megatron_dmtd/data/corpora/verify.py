@@ -1,6 +1,6 @@
 """Looking at a finished token file: whether it is what its manifest says, and what its documents say.
 
-Shape legend: T tokens of a chunk, K documents of a chunk, N tokens of one document.
+Shape legend: N tokens of a chunk or a document, Z documents of a chunk.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ def _scan(file: TokenFile, mask_token_id: int | None) -> tuple[int, int, str]:
     """Lowest id, highest id and digest of all tokens."""
     digest = hashlib.sha256()
     lowest, highest = 0, 0
-    for tokens_T in file.chunks(_CHUNK):
-        digest.update(tokens_T.data)
-        lowest, highest = min(lowest, int(tokens_T.min())), max(highest, int(tokens_T.max()))
-        if mask_token_id is not None and bool((tokens_T == mask_token_id).any()):
+    for tokens_N in file.chunks(_CHUNK):
+        digest.update(tokens_N.data)
+        lowest, highest = min(lowest, int(tokens_N.min())), max(highest, int(tokens_N.max()))
+        if mask_token_id is not None and bool((tokens_N == mask_token_id).any()):
             raise DataError(found=f"the MASK id {mask_token_id} in {file.prefix}.bin", required="text without it", remedy=_REMEDY)
     return lowest, highest, digest.hexdigest()
 
@@ -101,8 +101,8 @@ def _check_documents(file: TokenFile, manifest: Manifest | None) -> tuple[int, i
     """Lengths of the shortest and the longest document."""
     shortest, longest = 2**62, 0
     for begin in range(0, len(file), _CHUNK):
-        lengths_K = file.lengths(begin, min(begin + _CHUNK, len(file)))
-        shortest, longest = min(shortest, int(lengths_K.min())), max(longest, int(lengths_K.max()))
+        lengths_Z = file.lengths(begin, min(begin + _CHUNK, len(file)))
+        shortest, longest = min(shortest, int(lengths_Z.min())), max(longest, int(lengths_Z.max()))
     if manifest is not None and shortest == 0:
         raise DataError(found=f"an empty document in {file.prefix}", required="documents with tokens", remedy=_REMEDY)
     return shortest, longest
@@ -122,7 +122,7 @@ def _check_loss(file: TokenFile) -> None:
         end = min(begin + _CHUNK, len(file))
         if not np.array_equal(marks.lengths(begin, end), file.lengths(begin, end)):
             raise DataError(found=f"{marks.prefix}: other documents", required=f"those of {file.prefix}", remedy=_REMEDY)
-    if any(int(marks_T.max()) > 1 for marks_T in marks.chunks(_CHUNK)):
+    if any(int(marks_N.max()) > 1 for marks_N in marks.chunks(_CHUNK)):
         raise DataError(found=f"{marks.prefix}: marks above 1", required="0 or 1 per token", remedy=_REMEDY)
 
 
