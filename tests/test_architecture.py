@@ -42,15 +42,10 @@ MEGATRON_ROOMS = {"platform", "parallel", "models", "data", "weights", "training
 #: torch.cuda is asked in `platform`; Transformer Engine's backend and CUDA graphs exist on CUDA alone
 CUDA_FILES = {"attention/te.py", "inference/graphs.py"}
 MOST_LINES = 550
-#: modules of more lines than this have a test file at their mirror path
+#: modules of more lines than this, unless they only gather names, have a test file at their mirror path
 UNTESTED_LINES = 40
 #: modules that still have none. Nothing is added here; who writes a test takes its line out.
 STILL_WITHOUT_TESTS = {
-    "architecture/spec.py",
-    "config/__init__.py",
-    "config/sections.py",
-    "cycle/__init__.py",
-    "errors.py",
     "families/base.py",
     "inference/completion.py",
     "inference/graphs.py",
@@ -67,13 +62,6 @@ STILL_WITHOUT_TESTS = {
     "models/attention_core.py",
     "models/gradients.py",
     "models/transformer_config.py",
-    "parallel/groups.py",
-    "platform/device.py",
-    "quickstart/decode.py",
-    "quickstart/jobs.py",
-    "quickstart/parts.py",
-    "quickstart/plan.py",
-    "quickstart/report.py",
     "serving/answers.py",
     "serving/metrics.py",
     "serving/requests.py",
@@ -270,6 +258,7 @@ def test_most_test_files_stand_at_the_mirror_path_of_what_they_test():
 
 def test_every_module_of_some_length_has_a_test_file_at_its_mirror_path():
     tested = {subject_of(path) for path in TESTS}
-    long = {path for path in FILES if len(path.read_text().splitlines()) > UNTESTED_LINES}
+    defining = {path for path in FILES if any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in tree_of(path).body)}
+    long = {path for path in defining if len(path.read_text().splitlines()) > UNTESTED_LINES}
     assert {name_of(path) for path in long - tested} <= STILL_WITHOUT_TESTS
     assert not [name for name in STILL_WITHOUT_TESTS if not (PACKAGE / name).is_file()], "these are no modules any more"
