@@ -84,8 +84,8 @@ def batches(
 
 
 def prefetched(iterator: Iterator[BatchT], *, depth: int) -> Iterator[BatchT]:
-    """The batches of `iterator`, up to `depth` of them read ahead by a thread, so that a slow disk is waited for only when it is
-    slower than training for that long. 0 reads without a thread. What reading raises is raised where its batch is asked for.
+    """The batches of `iterator`, up to `depth` of them prefetched by a thread, so that training waits for a slow disk only if it
+    is behind by more than that. 0: no thread. An error while reading a batch is raised where that batch is requested.
     """
     return iterator if depth == 0 else _read_ahead(iterator, depth)
 

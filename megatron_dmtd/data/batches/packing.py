@@ -2,14 +2,14 @@
 
 A document of n tokens gives n - 1 inputs t_0 .. t_{n-2} with the targets t_1 .. t_{n-1}, and takes as many slots as complete
 the last cycle of its inputs. Rows are whole cycles, and so are all pieces, so that every slot has the same phase in every row
-(docs/method.md, section 1.4). A piece behind a cut starts again at position 0.
+(docs/method.md, section 1.4). After a cut the next piece starts again at position 0.
 
 - `concatenate`: the slots of all documents, in the order of the epoch, form one stream that is cut every `seq_length` slots. The
   end of the last row is a document of padding.
-- `best-fit`: a document is cut only if it is longer than a row, into whole rows and a rest. Rests and shorter documents, the
-  largest first, each go into the row with the least room that still holds them. What room remains is padding.
+- `best-fit`: a document is cut only if it is longer than a row, into whole rows and a remainder. Remainders and shorter documents
+  are placed in descending order of length, each into the fullest row that still has room for it. The rest of a row is padding.
 
-This module knows lengths only: no token, no file, no torch. A plan is a few arrays, which may lie in memory or on disk.
+This module works on lengths alone: no tokens, no files, no torch. A plan consists of a few arrays, in memory or on disk.
 
 Shape legend: U documents, Z documents kept (those with a target), J pieces, R rows of an epoch.
 """
@@ -51,12 +51,12 @@ class Piece:
 
 
 def epoch_order(num_documents: int, *, shuffle_seed: int | None, epoch: int, stream: int = 0) -> npt.NDArray[np.int64]:
-    """The order of the documents in `epoch`, int64 [U]: a permutation, or 0 .. D - 1 if `shuffle_seed` is None.
+    """The order of the documents in `epoch`, int64 [U]: a permutation, or 0 .. U - 1 if `shuffle_seed` is None.
 
     Another `stream` gives an unrelated order: that of the rows.
 
-    It sorts raw Philox words instead of calling `Generator.permutation`: NumPy promises the words of a bit generator for ever,
-    but not the stream of a method, and a resumed run must see the same order on any machine.
+    It sorts raw Philox words instead of calling `Generator.permutation`: NumPy guarantees the output of a bit generator across
+    versions, but not that of a method, and a resumed run must see the same order on any machine.
     """
     if shuffle_seed is None:
         return np.arange(num_documents, dtype=np.int64)
@@ -68,7 +68,7 @@ def epoch_order(num_documents: int, *, shuffle_seed: int | None, epoch: int, str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanCounts:
-    """What an epoch holds. It does not depend on the order of its documents, but for `num_cut` of concatenated ones."""
+    """What an epoch holds. Only `num_cut`, and only under concatenation, depends on the order of its documents."""
 
     num_rows: int
     """Rows of the epoch."""
@@ -128,7 +128,7 @@ class EpochPlan:
 
     def _set(self, arrays: Mapping[str, Array], counts: PlanCounts, *, seq_length: int, cycle_length: int) -> None:
         self.arrays = arrays
-        """All there is to keep of a plan, but for its counts."""
+        """Everything that has to be kept of a plan, except its counts."""
         self.counts = counts
         self.seq_length = seq_length
         self.cycle_length = cycle_length
@@ -258,7 +258,7 @@ def _padding(num_slots: int) -> list[Piece]:
 def _keep(
     document_lengths: Sequence[int] | Array, order: Sequence[int] | Array, *, seq_length: int, cycle_length: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
-    """The documents with a target in their order, their inputs, and how many have none."""
+    """The documents with a target, in order, their numbers of inputs, and the number of documents without one."""
     assert seq_length > 0 and complete_length(seq_length, cycle_length) == seq_length, (seq_length, cycle_length)
     order_U = np.asarray(order, dtype=np.int64)
     num_inputs_U = np.asarray(document_lengths, dtype=np.int64)[order_U] - 1
@@ -274,11 +274,11 @@ def _row_order(rows_J: Array, place_J: Array, starts_J: Array, num_rows: int) ->
 
 
 def _best_fit(sizes_J: Array, capacity: int) -> tuple[npt.NDArray[np.int64], int]:
-    """A bin for each of the pieces, whose sizes fall, and the number of bins. Each goes where least room remains.
+    """A bin for each piece, and the number of bins. Sizes descend; each piece goes into the fullest bin that fits.
 
-    Pieces of one size, and bins with one room, are handled together, so that the work grows with the square of `capacity` at
-    most and not with the number of pieces times it: a bin with room r takes r // size pieces in a row, because after each of
-    them it is still the fullest that can take another.
+    Pieces of equal size, and bins with equal room, are handled together, so that the work is at most quadratic in `capacity`,
+    whatever the number of pieces: a bin with room r takes r // size pieces in succession, because after each of them it is still
+    the fullest bin that can take another.
     """
     bins_J = np.empty(sizes_J.size, dtype=np.int64)
     bins_by_room: list[list[Array]] = [[] for _ in range(capacity + 1)]
@@ -307,7 +307,10 @@ def _best_fit(sizes_J: Array, capacity: int) -> tuple[npt.NDArray[np.int64], int
 def _fill(
     bins_J: npt.NDArray[np.int64], at: int, end: int, bins: Array, room: int, size: int
 ) -> tuple[int, Array, list[tuple[int, Array]]]:
-    """Put the pieces `at` to `end` of one size into `bins` of one room: where that ended, bins left, and (room, bins) changed."""
+    """Put the pieces `at` to `end`, all of one size, into `bins`, all with equal room.
+
+    Returns the first piece that was not placed, the bins that were not used, and the (room, bins) that were.
+    """
     per_bin = room // size
     used = bins[: -(-(end - at) // per_bin)]
     placed = min(end - at, per_bin * used.size)

@@ -1,9 +1,9 @@
 """One tokenised corpus on disk, `PREFIX.bin` and `PREFIX.idx`: Megatron's IndexedDataset, read and written in constant memory.
 
-The format is Megatron's and its own reader opens these files; what is here differs in two ways. Everything is memory-mapped or
-streamed, so that neither reading nor writing an index needs memory in proportion to the corpus, and what Megatron answers with a
-bare assertion, or not at all, is a `DataError`: a missing, foreign, truncated or mismatched file. Documents are those of the
-index; nothing is told by the value of a token.
+The format is Megatron's, and its own reader opens these files. This reader differs in two ways: everything is memory-mapped or
+streamed, so that neither reading nor writing an index takes memory in proportion to the corpus; and a missing, truncated or
+mismatched file, or one of another format, is a `DataError`, where Megatron has a bare assertion or no check. Documents are those
+of the index; the values of tokens mean nothing here.
 
 Index: magic, version, dtype code, number Y of sequences, number U + 1 of document bounds; then the sequences' lengths (int32
 [Y]), their byte offsets in the .bin file (int64 [Y]), and the document bounds in sequences (int64 [U + 1]). All offsets are
@@ -44,7 +44,7 @@ def token_file_paths(prefix: str) -> tuple[Path, Path]:
 
 
 def token_dtype(vocab_size: int) -> type[np.integer]:
-    """The type that Megatron's own tools choose for ids below `vocab_size`: two bytes up to 65,499, else four."""
+    """The type that Megatron's own tools choose for ids below `vocab_size`: two bytes up to 65,499, four beyond."""
     return np.uint16 if vocab_size < 65_500 else np.int32
 
 
@@ -109,7 +109,7 @@ class TokenFile:
     """Documents of token ids. Opening takes constant time and memory; reading touches only the pages that are asked for."""
 
     def __init__(self, prefix: str) -> None:
-        """Open `prefix`. Raises `DataError` if a file is missing, damaged, empty, or not the other's."""
+        """Open `prefix`. Raises `DataError` if a file is missing, damaged or empty, or the two do not belong together."""
         _check_present(prefix)
         self.prefix = prefix
         bin_path, index_path = token_file_paths(prefix)

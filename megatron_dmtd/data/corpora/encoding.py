@@ -1,4 +1,4 @@
-"""From a block of documents to the arrays that are written: the work of one worker, a pure function of the block and the job.
+"""Turns a block of documents into the arrays that are written: what one worker does, a pure function of the block and the job.
 
 A text becomes its ids and EOS. A chat becomes the ids of what the template writes, and nothing else.
 
@@ -19,13 +19,13 @@ from megatron_dmtd.data.corpora.fast_encoder import EncoderName, FastModel, make
 from megatron_dmtd.data.corpora.inputs import Block
 from megatron_dmtd.data.corpora.tokenizer import ControlIds, TextEncoder, load_tokenizer
 
-#: characters of the longest document whose ids are handed back for comparison
+#: longest document, in characters, whose ids are returned for comparison
 _SAMPLE_CHARACTERS = 20_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodingJob:
-    """All that a worker must know; can be sent to another process."""
+    """Everything that a worker needs; can be sent to another process."""
 
     tokenizer_dir: str
     tokenizer_json: str
@@ -57,7 +57,7 @@ class SplitTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockTokens:
-    """What became of a block."""
+    """The result of a block."""
 
     splits: dict[Split, SplitTokens]
     bad: list[BadDocument]
@@ -138,7 +138,7 @@ class BlockEncoder:
     def _refused(
         self, texts: list[_Text], tokens_N: npt.NDArray[np.int32], lengths_U: npt.NDArray[np.int64], bad: list[BadDocument]
     ) -> npt.NDArray[np.bool_]:
-        """Which documents hold an id that no document may hold; each is added to `bad`."""
+        """Which documents contain an id that no document may contain; each is added to `bad`."""
         control = self._job.control
         # a template writes EOS and PAD where they belong; MASK stands for a token not yet known, and belongs nowhere
         forbidden = (control.mask,) if self._job.chats else (control.eos, control.pad, control.mask)
@@ -192,7 +192,7 @@ class BlockEncoder:
     def _sample(
         self, texts: list[_Text], tokens_N: npt.NDArray[np.int32], lengths_U: npt.NDArray[np.int64]
     ) -> tuple[str, str, npt.NDArray[np.integer]] | None:
-        """The longest document that is not too long to be compared at every block."""
+        """The longest document that is short enough to be compared for every block."""
         if self._job.encoder == "tokenizers":
             return None
         candidates = [(len(text.text), nth) for nth, text in enumerate(texts) if len(text.text) <= _SAMPLE_CHARACTERS]

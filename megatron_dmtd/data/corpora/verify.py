@@ -1,4 +1,4 @@
-"""Looking at a finished token file: whether it is what its manifest says, and what its documents say.
+"""Inspection of a finished token file: whether it is what its manifest says, and the text of its documents.
 
 Shape legend: N tokens of a chunk or a document, Z documents of a chunk.
 """
@@ -24,7 +24,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verified:
-    """What was counted in a token file that is in order."""
+    """Counts of a valid token file."""
 
     num_documents: int
     num_tokens: int
@@ -34,7 +34,7 @@ class Verified:
     """Tokens of the longest document."""
     dtype: str
     manifest: Manifest | None
-    """None: nothing but the format could be checked."""
+    """None: only the format could be checked."""
 
 
 def verify(prefix: str, *, tokenizer_dir: str | None = None) -> Verified:
@@ -72,7 +72,7 @@ def verify(prefix: str, *, tokenizer_dir: str | None = None) -> Verified:
 
 
 def check_tokenizer(prefix: str, tokenizer_dir: str) -> None:
-    """Raise `DataError` if the manifest of `prefix` names another tokenizer. Without a manifest nothing can be told."""
+    """Raise `DataError` if the manifest of `prefix` names another tokenizer. Without a manifest this cannot be checked."""
     manifest = read_manifest(prefix)
     if manifest is None:
         return
@@ -127,9 +127,9 @@ def _check_loss(file: TokenFile) -> None:
 
 
 def inspect(prefix: str, documents: range, *, tokenizer_dir: str, cycle_length: int, color: bool) -> Iterator[str]:
-    """Each document as text: `|` where a cycle begins, tokens between brackets or colours as they carry loss.
+    """Each document as text, with `|` where a cycle begins, showing which tokens carry loss.
 
-    The first token is no target: nothing comes before it. Tokens that are no target stand in `[` `]`, or in grey with `color`.
+    The first token is not a target, since nothing precedes it. Tokens that are not targets are in `[` `]`, or grey with `color`.
     Raises `DataError` if a document does not exist, or the tokenizer is not that of the corpus.
     """
     check_tokenizer(prefix, tokenizer_dir)

@@ -110,7 +110,7 @@ def test_another_run_is_refused_by_what_differs_and_discarded_on_demand(prefix):
 
 
 def test_two_processes_do_not_write_one_output(prefix):
-    with opened(prefix), pytest.raises(DataError, match=r"c\.partial, on which another process works"):
+    with opened(prefix), pytest.raises(DataError, match=r"c\.partial, which another process is using"):
         opened(prefix)
     opened(prefix).close()  # the first one has given it up
 
