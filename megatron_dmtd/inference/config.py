@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from megatron_dmtd.cycle import complete_length
-from megatron_dmtd.errors import ConfigError
+from megatron_dmtd.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +59,16 @@ class EngineConfig:
                 required="pages of whole cycles",
                 remedy="choose a multiple of the cycle length",
             )
+
+
+def require_directory(path: Path) -> None:
+    """Accept the directory of a model, or raise `CheckpointError`: at once, before torch is imported."""
+    if not path.is_dir():
+        raise CheckpointError(
+            found=f"no directory {path}",
+            required="a model directory on this machine",
+            remedy="correct the path, or download or export the model first",
+        )
 
 
 def checked_config(config: object) -> EngineConfig:

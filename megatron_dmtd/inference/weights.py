@@ -21,6 +21,7 @@ from megatron_dmtd.cycle import ORDINARY, VANILLA, VARIANTS, Method
 from megatron_dmtd.errors import CheckpointError, ConfigError, Refusal
 from megatron_dmtd.hf.configuration_dmtd_qwen3 import DMTDQwen3Config
 from megatron_dmtd.hf.dmtd_layers import RotaryAngles
+from megatron_dmtd.inference.config import require_directory
 from megatron_dmtd.infra.json_files import read_object
 
 _NO_MODEL = Refusal(CheckpointError, required="a Hugging Face model directory", remedy="name such a directory")
@@ -212,12 +213,7 @@ def read_config(path: Path) -> Any:
     Raises:
         CheckpointError: There is none, or it is of a model that is not ours to decode.
     """
-    if not path.is_dir():
-        raise CheckpointError(
-            found=f"no directory {path}",
-            required="a model directory on this machine",
-            remedy="correct the path, or download or export the model first",
-        )
+    require_directory(path)
     fields = read_object(path / "config.json", _NO_MODEL)
     model_type = fields.get("model_type")
     if model_type not in CONFIGS:
