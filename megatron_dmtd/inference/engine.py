@@ -21,20 +21,20 @@ from typing import Any
 
 from megatron_dmtd.errors import ConfigError, DataError, DMTDError
 from megatron_dmtd.inference.admission import check_length_cap, check_params, checked_prompt, token_ids_of
-from megatron_dmtd.inference.assembly import make_pools, native_refusal, step_mode
+from megatron_dmtd.inference.assembly import make_store, native_refusal, step_mode
 from megatron_dmtd.inference.completion import refused
-from megatron_dmtd.inference.config import EngineConfig, checked_config
+from megatron_dmtd.inference.config import EngineConfig, checked_config, device_of, dtype_of, matrix_dtype_of
 from megatron_dmtd.inference.detokenizer import Detokenizer, TokenDecoder
-from megatron_dmtd.inference.devices import device_of, dtype_of, matrix_dtype_of
 from megatron_dmtd.inference.kv.prefix import PrefixIndex
+from megatron_dmtd.inference.loading import load_model
 from megatron_dmtd.inference.requests import Completion, Event, Request
 from megatron_dmtd.inference.runner import Runner, num_scratch_pages
-from megatron_dmtd.inference.sampling_params import SamplingParams
+from megatron_dmtd.inference.sampler import SamplingParams
 from megatron_dmtd.inference.scheduler import Scheduler, Sequence
 from megatron_dmtd.inference.stats import Stats
 from megatron_dmtd.inference.steps import StepLoop
 from megatron_dmtd.inference.text import load_tokenizer
-from megatron_dmtd.inference.weights import ModelWeights, load_model
+from megatron_dmtd.inference.weights import ModelWeights
 
 
 class Engine:
@@ -50,7 +50,8 @@ class Engine:
         variant: "vanilla" to decode a DMTD model's weights as an ordinary decoder.
 
     Raises:
-        CheckpointError: The directory is no model that the engine decodes.
+        ModelError: The directory's configuration is missing, or of a model that is not computed here.
+        ConversionError: Its weights are damaged, or not exactly those of its configuration.
         ConfigError: Settings that contradict the model or each other.
         CapabilityError: The device is not there.
     """
@@ -72,21 +73,20 @@ class Engine:
         config.check_pages(model.method.cycle_length)
         self.model, self.config, self.method = model, config, model.method
         mode = step_mode(config, model.device)
-        self.pools, self.max_length = make_pools(model, config, num_scratch_pages=num_scratch_pages(mode, config.max_batch))
-        self.prefix_index = PrefixIndex(self.pools, self.method) if config.prefix_caching else None
+        self.store, self.max_length = make_store(model, config, num_scratch_pages=num_scratch_pages(mode, config.max_batch))
+        self.prefix_index = PrefixIndex(self.store) if config.prefix_caching else None
         self.kernel_note = native_refusal(model, config)
         """Why native kernels are not used; empty if they are."""
         self.runner = Runner(
             model,
-            self.pools,
+            self.store,
             num_slots=config.max_batch,
             max_length=self.max_length,
             native=not self.kernel_note,
             mode=mode,
         )
         self.scheduler = Scheduler(
-            self.method,
-            self.pools,
+            self.store,
             num_slots=config.max_batch,
             chunk_tokens=config.chunk_tokens,
             align_heads=config.align_heads,
@@ -120,7 +120,7 @@ class Engine:
             DataError: The prompt is empty, too long, or has ids outside the vocabulary.
             ConfigError: A parameter is impossible.
         """
-        check_params(params, self.model.shape.vocab_size)
+        check_params(params, self.model.schedule.decoder.vocab_size)
         check_length_cap(max_new_tokens, params)
         prompt = self.check_prompt(prompt_ids, max_new_tokens)
         stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self.model.stop_token_ids)))
@@ -145,7 +145,9 @@ class Engine:
 
     def check_prompt(self, prompt_ids: Ids[int], max_new_tokens: int) -> list[int]:
         """The prompt as a list. Raises `DataError` if it is no list of ids, empty, or too long, or has unknown ids."""
-        return checked_prompt(prompt_ids, max_new_tokens, vocab_size=self.model.shape.vocab_size, max_length=self.max_length)
+        return checked_prompt(
+            prompt_ids, max_new_tokens, vocab_size=self.model.schedule.decoder.vocab_size, max_length=self.max_length
+        )
 
     def cancel(self, request_id: int) -> list[Completion]:
         """Stop every unfinished sample of a request, and free what it holds. Unknown and finished ids give an empty list."""
@@ -162,7 +164,7 @@ class Engine:
         return kept + self._loop.step()
 
     def check_integrity(self) -> None:
-        """Both pools' laws, and that nothing is held without a reason."""
+        """The law of every group of pages, and that nothing is held without a reason."""
         self._loop.check_integrity()
 
     # Requests served to their end.

@@ -1,54 +1,93 @@
-"""A pass as tensors: rows of a plan, where their K and V go, and what they read.
+"""A pass as tensors: rows of a plan, where their K and V go, and what they read of each K/V group.
 
-Made once per step and half, and used by every layer of the half. Nothing here grows with the length of texts: pages of requests
-stand in a table that is kept between steps.
+Made once per step and pass, and used by every visit. Nothing here grows with the length of texts: pages of requests stand in
+tables that are kept between steps.
 
-Shape legend: R rows, S slots, P pages of the longest request, B chunks with equally many rows, r rows of such a chunk, n pages
-read, K keys.
+Shape legend: R rows of a pass, S slots, P pages read, B chunks of equally many rows, Q queries of such a chunk, N its rows, K
+keys, T entries per page.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import torch
 
-from megatron_dmtd.inference.kv.pages import PageTable
-from megatron_dmtd.inference.planner import Rows
+from megatron_dmtd.architecture import KVGroup
+from megatron_dmtd.inference.kv.device_tables import DeviceTable
+from megatron_dmtd.inference.planner import Reads, Rows
 
 
-class BlockTables:
-    """The pages of every slot in one pool, on the device."""
+class Stored(NamedTuple):
+    """Rows of a pass whose K and V are stored in a group, and the addresses where."""
 
-    def __init__(self, num_slots: int, max_pages: int, device: torch.device) -> None:
-        self.page_SP = torch.zeros((num_slots, max_pages), dtype=torch.int64, device=device)
-        self._known: list[tuple[PageTable | None, int]] = [(None, 0)] * num_slots
-
-    def update(self, slot: int, table: PageTable) -> None:
-        """Add the pages of `table` that have come since the last call for `slot`; all of them if it was another table."""
-        owner, known = self._known[slot]
-        if owner is not table:
-            known = 0
-        if known < len(table.pages):
-            self.page_SP[slot, known : len(table.pages)] = torch.tensor(table.pages[known:], dtype=torch.int64)
-        self._known[slot] = (table, len(table.pages))
+    row: torch.Tensor | slice
+    page: torch.Tensor
+    offset: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Chunks with equally many rows, whose attention is one batched call."""
+class AttentionBatch:
+    """Chunks of equally many rows, whose attention is one batched call."""
 
-    query_Br: torch.Tensor
+    query_BQ: torch.Tensor
     """Rows of the pass, as queries."""
-    key_Br: torch.Tensor | None
+    local_BN: torch.Tensor | None
     """Rows of the pass whose K and V are read without being stored, after those of the pages."""
-    page_Bn: torch.Tensor
+    page_BP: torch.Tensor
     """Pages that are read."""
-    mask_BrK: torch.Tensor
-    """Which keys each query reads: those of the pages, then the rows of `key_Br`."""
+    mask_BQK: torch.Tensor
+    """Which keys each query reads: those of the pages, then the rows of `local_BN`."""
+
+
+class Addresses(Protocol):
+    """Where the rows of a pass store and read K and V in one group, for attention in torch."""
+
+    @property
+    def stored(self) -> Stored:
+        """The rows that are stored, and where."""
+
+    def batches(self, *, final_only: bool) -> Sequence[AttentionBatch]:
+        """Attention of all rows, or of the final ones; `query_BQ` counts all rows either way."""
+
+
+class RowsInLayers(Protocol):
+    """Rows on their way through the visits of one pass: what a model must know of them."""
+
+    @property
+    def token_id_R(self) -> torch.Tensor:
+        """Ids to embed."""
+
+    @property
+    def position_R(self) -> torch.Tensor:
+        """Positions, for rotary angles."""
+
+    @property
+    def slot_R(self) -> torch.Tensor:
+        """Slots of the rows' requests."""
+
+    @property
+    def phase_R(self) -> torch.Tensor:
+        """Slots of the rows' tokens in their cycles."""
+
+    @property
+    def final(self) -> Sequence[int]:
+        """Rows whose hidden states leave the last visit; the others end at its K and V."""
+
+    @property
+    def final_R(self) -> torch.Tensor:
+        """The same as an index."""
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether some rows do not leave the last visit."""
+
+    def addresses(self, group: str) -> Addresses:
+        """Of one of the K/V groups that the pass writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,123 +101,189 @@ class QueryRuns:
     row_start: torch.Tensor
 
 
+#: A batch by its chunks: the queries of each, and all of its rows.
+_Members = list[tuple[list[int], range]]
+#: Columns of `Pass.numbers` and `StaticPass.numbers_CBN`; after them come those of `Reads`, once for each window or group.
+TOKEN_ID, POSITION, SLOT, PHASE, ENTRY = range(5)
+NUM_COLUMNS = 5
+
+
 @dataclass(kw_only=True)
 class Pass:
-    """Rows on their way through the layers of one half."""
+    """Rows as they come, in no particular shape."""
 
     rows: Rows
     slots: Sequence[int]
     """Slot of each row, as Python numbers."""
     final: Sequence[int]
-    """Rows whose hidden states leave the last layer; the others end at its K and V."""
-    tables: BlockTables
+    """See `RowsInLayers`."""
+    groups: Sequence[KVGroup]
+    """The K/V groups that the pass writes."""
+    tables: Mapping[str, DeviceTable]
     page_size: int
-    numbers_NR: torch.Tensor = field(init=False)
+    numbers: torch.Tensor = field(init=False)
+    """Columns `[number of columns, R]`."""
 
     def __post_init__(self) -> None:
         rows = self.rows
-        columns = [rows.token_id, rows.position, self.slots, rows.history_length, rows.local_begin, rows.local_end]
-        host = torch.tensor([*columns, rows.is_written], dtype=torch.int64)
-        self.numbers_NR = host.to(self.tables.page_SP.device, non_blocking=True)
+        reads = {window: rows.reads(window) for window in dict.fromkeys(group.window for group in self.groups)}
+        columns = [rows.token_id, rows.position, self.slots, rows.phase, rows.entry]
+        host = torch.tensor([*columns, *(column for read in reads.values() for column in read)], dtype=torch.int64)
+        self.numbers = host.to(self.tables[self.groups[0].name].page_SP.device, non_blocking=True)
+        first_column = {window: NUM_COLUMNS + len(Reads._fields) * index for index, window in enumerate(reads)}
+        self._addresses = {
+            group.name: GroupAddresses(self, self.tables[group.name], reads[group.window], first_column[group.window])
+            for group in self.groups
+        }
 
     def __len__(self) -> int:
         return len(self.rows)
 
+    def addresses(self, group: str) -> GroupAddresses:
+        """See `RowsInLayers`."""
+        return self._addresses[group]
+
     @property
     def token_id_R(self) -> torch.Tensor:
-        """Ids to embed."""
-        return self.numbers_NR[0]
+        """See `RowsInLayers`."""
+        return self.numbers[TOKEN_ID]
 
     @property
     def position_R(self) -> torch.Tensor:
-        """Positions, for rotary angles and for the entries written."""
-        return self.numbers_NR[1]
+        """See `RowsInLayers`."""
+        return self.numbers[POSITION]
 
     @property
     def slot_R(self) -> torch.Tensor:
-        """Slots of the rows' requests."""
-        return self.numbers_NR[2]
+        """See `RowsInLayers`."""
+        return self.numbers[SLOT]
+
+    @property
+    def phase_R(self) -> torch.Tensor:
+        """See `RowsInLayers`."""
+        return self.numbers[PHASE]
+
+    @property
+    def entry_R(self) -> torch.Tensor:
+        """Entries that are stored; -1: none."""
+        return self.numbers[ENTRY]
 
     @property
     def ends_early(self) -> bool:
-        """Whether some rows do not leave the last layer."""
+        """See `RowsInLayers`."""
         return len(self.final) < len(self)
 
     @cached_property
-    def final_F(self) -> torch.Tensor:
-        """`final` as an index."""
-        return torch.tensor(self.final, dtype=torch.int64, device=self.numbers_NR.device)
+    def final_R(self) -> torch.Tensor:
+        """See `RowsInLayers`."""
+        return torch.tensor(self.final, dtype=torch.int64, device=self.numbers.device)
 
     @cached_property
     def max_rows_per_chunk(self) -> int:
         """Rows of the largest chunk."""
-        return max(stop - start for start, stop in runs_of(self.rows.chunk))
+        return max(stop - start for start, stop in self.chunk_runs)
+
+    @cached_property
+    def chunk_runs(self) -> list[tuple[int, int]]:
+        """The rows of each chunk, as half-open ranges."""
+        return runs_of(self.rows.chunk)
+
+    # For native kernels.
 
     @cached_property
     def column_pointers(self) -> list[int]:
-        """Addresses of the columns of `numbers_NR`."""
-        start, row_bytes = self.numbers_NR.data_ptr(), self.numbers_NR.stride(0) * self.numbers_NR.itemsize
-        return [start + column * row_bytes for column in range(len(self.numbers_NR))]
+        """Addresses of the columns of `numbers`."""
+        start, column_bytes = self.numbers.data_ptr(), self.numbers.stride(0) * self.numbers.itemsize
+        return [start + column * column_bytes for column in range(len(self.numbers))]
 
     @cached_property
     def all_runs(self) -> QueryRuns:
-        """Attention of all rows, for the native kernel."""
+        """Attention of all rows."""
         return self._query_runs(range(len(self)))
 
     @cached_property
     def final_runs(self) -> QueryRuns:
-        """Attention of the final rows alone, for the native kernel."""
+        """Attention of the final rows alone."""
         return self._query_runs(self.final)
 
     def _query_runs(self, queries: Sequence[int]) -> QueryRuns:
-        row_start = [start for start, _ in runs_of(self.rows.chunk)] + [len(self)]
+        row_start = [start for start, _ in self.chunk_runs] + [len(self)]
         query_start = [bisect_left(queries, start) for start in row_start]
         return QueryRuns(torch.tensor(queries), torch.tensor(query_start), torch.tensor(row_start))
 
-    # For attention in torch; native kernels read `numbers_NR` alone.
+    # For attention in torch.
 
     @cached_property
-    def written(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`(row, page, entry in the page)` of the rows whose K and V are stored."""
-        row = self.numbers_NR[6].nonzero()[:, 0]
-        position = self.position_R[row]
-        page = self.tables.page_SP[self.slot_R[row], torch.div(position, self.page_size, rounding_mode="floor")]
-        return row, page, position.remainder(self.page_size)
+    def all_members(self) -> list[_Members]:
+        """Attention of all rows: chunks by their numbers of queries and of rows."""
+        return self._members(range(len(self)))
 
     @cached_property
-    def groups(self) -> list[Group]:
-        """Attention of all rows."""
-        return self._groups(range(len(self)))
+    def final_members(self) -> list[_Members]:
+        """The same of the final rows alone."""
+        return self._members(self.final)
 
-    @cached_property
-    def final_groups(self) -> list[Group]:
-        """Attention of the final rows alone; `query_Br` still counts all rows."""
-        return self._groups(self.final)
-
-    def _groups(self, queries: Sequence[int]) -> list[Group]:
-        """Chunks by their numbers of queries and of rows."""
-        chunk_rows = {self.rows.chunk[start]: range(start, stop) for start, stop in runs_of(self.rows.chunk)}
-        by_shape: dict[tuple[int, int], list[tuple[list[int], range]]] = {}
+    def _members(self, queries: Sequence[int]) -> list[_Members]:
+        chunk_rows = {self.rows.chunk[start]: range(start, stop) for start, stop in self.chunk_runs}
+        by_shape: dict[tuple[int, int], _Members] = {}
         for start, stop in runs_of([self.rows.chunk[row] for row in queries]):
             own = list(queries[start:stop])
-            keys = chunk_rows[self.rows.chunk[own[0]]]
-            by_shape.setdefault((len(own), len(keys)), []).append((own, keys))
-        return [self._group([own for own, _ in members], [keys for _, keys in members]) for members in by_shape.values()]
+            rows = chunk_rows[self.rows.chunk[own[0]]]
+            by_shape.setdefault((len(own), len(rows)), []).append((own, rows))
+        return list(by_shape.values())
 
-    def _group(self, queries: list[list[int]], keys: list[range]) -> Group:
-        device = self.numbers_NR.device
-        query_Br = torch.tensor(queries, device=device)
-        key_Br = torch.tensor([list(rows) for rows in keys], device=device)
-        longest = max(self.rows.history_length[row] for own in queries for row in own)
-        num_pages = -(-longest // self.page_size)
-        history_Br1, begin_Br1, end_Br1 = (self.numbers_NR[column][query_Br][..., None] for column in (3, 4, 5))
-        mask_BrK = torch.arange(num_pages * self.page_size, device=device) < history_Br1
-        has_local = any(self.rows.local_end[row] > 0 for own in queries for row in own)
+
+class GroupAddresses:
+    """What the rows of a pass store and read in one group."""
+
+    def __init__(self, run: Pass, table: DeviceTable, reads: Reads, first_column: int) -> None:
+        self._run, self.table, self._reads, self.first_column = run, table, reads, first_column
+        self._batches: dict[bool, list[AttentionBatch]] = {}
+
+    @cached_property
+    def stored(self) -> Stored:
+        """See `Addresses`."""
+        run = self._run
+        row = (run.entry_R >= 0).nonzero()[:, 0]
+        entry = run.entry_R[row]
+        page = self.table.page_SP[run.slot_R[row], torch.div(entry, run.page_size, rounding_mode="floor")]
+        return Stored(row, page, entry.remainder(run.page_size))
+
+    def batches(self, *, final_only: bool) -> list[AttentionBatch]:
+        """See `Addresses`."""
+        if final_only not in self._batches:
+            members = self._run.final_members if final_only else self._run.all_members
+            self._batches[final_only] = [self._batch(one) for one in members]
+        return self._batches[final_only]
+
+    def _batch(self, members: _Members) -> AttentionBatch:
+        run, reads, device = self._run, self._reads, self._run.numbers.device
+        query_BQ = torch.tensor([own for own, _ in members], device=device)
+        local_BN = torch.tensor([list(rows) for _, rows in members], device=device)
+        first_pages = [min(reads.entry_begin[row] for row in own) // run.page_size for own, _ in members]
+        ends = [-(-max(reads.entry_end[row] for row in own) // run.page_size) for own, _ in members]
+        num_pages = max(end - first for end, first in zip(ends, first_pages))
+        columns = run.numbers[self.first_column : self.first_column + len(Reads._fields)]
+        entry_begin, entry_end, local_begin, local_end = (column[query_BQ][..., None] for column in columns)
+        first_B = torch.tensor(first_pages, device=device)
+        page_BP, entry_BK = pages_from(self.table.page_SP[run.slot_R[query_BQ[:, 0]]], first_B, num_pages, run.page_size)
+        mask_BQK = (entry_BK[:, None] >= entry_begin) & (entry_BK[:, None] < entry_end)
+        has_local = any(reads.local_end[row] > 0 for own, _ in members for row in own)
         if has_local:
-            local_BrK = (key_Br[:, None] >= begin_Br1) & (key_Br[:, None] < end_Br1)
-            mask_BrK = torch.cat([mask_BrK, local_BrK], dim=-1)
-        page_Bn = self.tables.page_SP[self.slot_R[query_Br[:, 0]], :num_pages]
-        return Group(query_Br, key_Br if has_local else None, page_Bn, mask_BrK)
+            local_BQN = (local_BN[:, None] >= local_begin) & (local_BN[:, None] < local_end)
+            mask_BQK = torch.cat([mask_BQK, local_BQN], dim=-1)
+        return AttentionBatch(query_BQ, local_BN if has_local else None, page_BP, mask_BQK)
+
+
+def pages_from(page_BS: torch.Tensor, first_B: torch.Tensor, num_pages: int, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each table of pages `num_pages` from `first` on, `[B, P]`, and the entries that they hold, `[B, P * T]`.
+
+    Beyond the end of a table its last page stands, whose entries count on: no mask shows them.
+    """
+    number_BP = first_B[:, None] + torch.arange(num_pages, device=first_B.device)
+    page_BP = page_BS.gather(1, number_BP.clamp(max=page_BS.shape[1] - 1))
+    entry_BK = first_B[:, None] * page_size + torch.arange(num_pages * page_size, device=first_B.device)
+    return page_BP, entry_BK
 
 
 def runs_of(values: Sequence[int]) -> list[tuple[int, int]]:

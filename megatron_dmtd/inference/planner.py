@@ -1,12 +1,15 @@
 """What one decoding step computes: which rows run through which layers, what each may read, what is stored, what is kept.
 
-Numbers only: no tensors, no pools, no weights. A step takes each request from `start` to `stop` tokens, all of them known: one
+Numbers only: no tensors, no pages, no weights. A step takes each request from `start` to `stop` tokens, all of them known: one
 token is a decoding step, more are a piece of a prompt. Both follow from the same rules, so a prompt may be cut anywhere.
 
-Every row first stores its K and V if it is written, layer by layer; then it attends to the first `history_length` entries of its
-request's pool and to rows `[local_begin, local_end)` of the same pass, whose K and V are not stored. That is all that the
-variants differ in, and it makes one pass over the parallel layers' weights serve refresh and shadow alike (docs/method.md,
-section 7.3).
+Every row first stores its K and V if they are to be kept, visit by visit; then it attends to the first `entry_end` entries of its
+request and to rows `[local_begin, local_end)` of the same pass, whose K and V are not stored. That is all that the variants
+differ in, and it makes one pass over the parallel layers' weights serve refresh and shadow alike (docs/method.md, section 7.3).
+A sliding window moves the beginnings of both ranges, and nothing else.
+
+A row's position, by which its query and key are rotated, is one number; the entry where its K and V are stored is another. For a
+plain request both are the token's index.
 
 Source: docs/method.md, sections 6 to 10; for pieces of prompts, the training rules of docs/method.md, sections 2 to 5.
 """
@@ -15,8 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from megatron_dmtd.cycle import Method, is_cycle_head
+from megatron_dmtd.cycle import Method
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +31,22 @@ class Chunk:
     """Where the engine keeps the request's shadow hidden states."""
     tokens: Sequence[int]
     start: int
-    """Tokens already taken: the entries in the sequential pool."""
+    """Tokens already taken."""
     stop: int
 
     def __post_init__(self) -> None:
         assert 0 <= self.start < self.stop <= len(self.tokens), (self.start, self.stop, len(self.tokens))
+
+
+class Reads(NamedTuple):
+    """What the rows of a pass read in one group, as columns; half-open ranges, which may be empty."""
+
+    entry_begin: list[int]
+    entry_end: list[int]
+    """Entries of the row's request, those written in this pass included."""
+    local_begin: list[int]
+    local_end: list[int]
+    """Rows of this pass, whose K and V need not be stored."""
 
 
 @dataclass(slots=True)
@@ -41,29 +56,53 @@ class Rows:
     chunk: list[int] = field(default_factory=list)
     """Index of the row's chunk in the step."""
     position: list[int] = field(default_factory=list)
+    """What queries and keys are rotated by."""
+    phase: list[int] = field(default_factory=list)
+    """The slot of the row's token in its cycle."""
     token_id: list[int] = field(default_factory=list)
-    is_written: list[bool] = field(default_factory=list)
-    """Whether K and V go to the pool, at entry `position`; decided before anything attends."""
-    history_length: list[int] = field(default_factory=list)
-    """The row sees entries `[0, history_length)` of the pool, those written in this pass included."""
+    entry: list[int] = field(default_factory=list)
+    """Where K and V are stored, as an entry of the row's request, before anything attends; -1: they are not."""
+    entry_end: list[int] = field(default_factory=list)
+    """The row sees entries `[0, entry_end)`."""
     local_begin: list[int] = field(default_factory=list)
     local_end: list[int] = field(default_factory=list)
-    """The row also sees rows `[local_begin, local_end)` of this pass."""
+    """The row also sees rows `[local_begin, local_end)` of this pass, which are neighbours in position, too."""
 
     def __len__(self) -> int:
         return len(self.position)
 
     def add(
-        self, chunk: int, position: int, token_id: int, *, is_written: bool, history_length: int, local: tuple[int, int] = (0, 0)
+        self,
+        chunk: int,
+        position: int,
+        token_id: int,
+        *,
+        phase: int,
+        is_stored: bool,
+        entry_end: int,
+        local: tuple[int, int] = (0, 0),
     ) -> None:
-        """Append one row."""
+        """Append one row of a plain request, whose entries are its positions."""
         self.chunk.append(chunk)
         self.position.append(position)
+        self.phase.append(phase)
         self.token_id.append(token_id)
-        self.is_written.append(is_written)
-        self.history_length.append(history_length)
+        self.entry.append(position if is_stored else -1)
+        self.entry_end.append(entry_end)
         self.local_begin.append(local[0])
         self.local_end.append(local[1])
+
+    def reads(self, window: int | None) -> Reads:
+        """What visits with such a window read: of what a row sees, the positions above its own less `window`."""
+        if window is None:
+            return Reads([0] * len(self), self.entry_end, self.local_begin, self.local_end)
+        firsts = [max(0, position - window + 1) for position in self.position]
+        entry_begin = [min(first, end) for first, end in zip(firsts, self.entry_end)]
+        local_begin = [
+            min(begin + max(0, first - self.position[begin]), end)
+            for first, begin, end in zip(firsts, self.local_begin, self.local_end)
+        ]
+        return Reads(entry_begin, self.entry_end, local_begin, self.local_end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +131,7 @@ class StepPlan:
 
 
 def plan_step(method: Method, chunks: Sequence[Chunk]) -> StepPlan:
-    """Plan one step. Every chunk's pools hold what `method.parallel_entries(start)` and `start` say."""
+    """Plan one step. The store holds what a request of `start` tokens has (`KVGroup.num_entries`)."""
     plan = StepPlan(chunks)
     for index, chunk in enumerate(chunks):
         assert chunk.stop <= method.furthest_stop(chunk.start, chunk.stop), (chunk.start, chunk.stop)
@@ -105,23 +144,25 @@ def plan_step(method: Method, chunks: Sequence[Chunk]) -> StepPlan:
 
 
 def _add_parallel(plan: StepPlan, method: Method, index: int, chunk: Chunk, first_block: int) -> None:
-    """Refresh rows of every cycle that has ended and is not in the pool yet, then the blocks of the chunk's cycle heads."""
+    """Refresh rows of every cycle that has ended and is not stored yet, then the blocks of the chunk's cycle heads."""
     rows, tokens = plan.parallel, chunk.tokens
     last_block = method.cycle_start(chunk.stop - 1)
     if method.refreshes:
         for position in range(method.parallel_entries(chunk.start), last_block):
-            rows.add(index, position, tokens[position], is_written=True, history_length=position + 1)
+            phase = method.phase(position)
+            rows.add(index, position, tokens[position], phase=phase, is_stored=True, entry_end=position + 1)
     for block in range(first_block, last_block + 1, method.cycle_length):
         begin = len(rows)
         for offset in range(method.cycle_length):
             position = block + offset
-            token_id = tokens[position] if is_cycle_head(position, method.cycle_length) else method.mask_token_id
+            token_id = tokens[position] if offset == 0 else method.mask_token_id
             seen = method.cycle_length if method.is_bidirectional else offset + 1
             plan.outputs.append(len(rows))
             if method.refreshes:
-                rows.add(index, position, token_id, is_written=False, history_length=block, local=(begin, begin + seen))
+                local = begin, begin + seen
+                rows.add(index, position, token_id, phase=offset, is_stored=False, entry_end=block, local=local)
             else:
-                rows.add(index, position, token_id, is_written=True, history_length=block + seen)
+                rows.add(index, position, token_id, phase=offset, is_stored=True, entry_end=block + seen)
     plan.kept.append(Kept(chunk.slot, len(plan.outputs) - method.cycle_length))
 
 
@@ -129,7 +170,8 @@ def _add_sequential(plan: StepPlan, method: Method, index: int, chunk: Chunk, fi
     """One real row per token, each after the one before it (docs/method.md, section 6.1)."""
     last_block = method.cycle_start(chunk.stop - 1)
     for position in range(chunk.start, chunk.stop):
-        plan.sequential.add(index, position, chunk.tokens[position], is_written=True, history_length=position + 1)
+        phase = method.phase(position)
+        plan.sequential.add(index, position, chunk.tokens[position], phase=phase, is_stored=True, entry_end=position + 1)
         is_of_earlier_block = not method.is_vanilla and first_block <= position < last_block
         plan.from_output.append(first_output + position - first_block if is_of_earlier_block else -1)
     plan.last_rows.append(len(plan.sequential) - 1)

@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megatron_dmtd.cycle import Method
+from megatron_dmtd.inference.kv.pages import PageTables
 from megatron_dmtd.inference.kv.prefix import Known, PrefixIndex
-from megatron_dmtd.inference.kv.store import Pools, Tables
+from megatron_dmtd.inference.kv.store import KVStore, PageCounts
 from megatron_dmtd.inference.planner import Chunk
 
 
@@ -24,7 +24,7 @@ class Sequence:
 
     tokens: list[int]
     """Prompt, then output."""
-    tables: Tables = field(default_factory=Tables.empty)
+    tables: PageTables = field(default_factory=PageTables)
     num_taken: int = 0
     """Tokens that have gone through the sequential layers."""
     slot: int = -1
@@ -59,8 +59,7 @@ class Scheduler:
 
     def __init__(
         self,
-        method: Method,
-        pools: Pools,
+        store: KVStore,
         *,
         num_slots: int,
         chunk_tokens: int,
@@ -68,7 +67,7 @@ class Scheduler:
         prefix_index: PrefixIndex | None,
     ) -> None:
         assert num_slots >= 1 and chunk_tokens >= 1, (num_slots, chunk_tokens)
-        self.method, self.pools, self.prefix_index = method, pools, prefix_index
+        self.method, self.store, self.prefix_index = store.method, store, prefix_index
         self.chunk_tokens, self.align_heads = chunk_tokens, align_heads
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -121,8 +120,8 @@ class Scheduler:
                     taken, known = sequence.num_taken, sequence.known
                     sequence.known = self.prefix_index.add(sequence.tokens, sequence.tables, taken, known)
 
-    def owned(self) -> Iterator[Tables]:
-        """Everything that owns pages, for the pools' check."""
+    def owned(self) -> Iterator[PageTables]:
+        """Everything that owns pages, for the store's check."""
         yield from (sequence.tables for sequence in (*self.waiting, *self.running))
         if self.prefix_index is not None:
             yield from self.prefix_index.owned()
@@ -137,7 +136,7 @@ class Scheduler:
                 sequence.tables, sequence.known = self.prefix_index.attach(sequence.tokens)
                 sequence.num_taken = sequence.known.num_pages * self.prefix_index.page_size
             if self.running and not self._make_room(sequence, len(sequence.tokens), self._promised()):
-                self.pools.release(sequence.tables)
+                self.store.release(sequence.tables)
                 sequence.num_taken, sequence.known = 0, Known()
                 return
             if self.prefix_index is not None:
@@ -146,13 +145,10 @@ class Scheduler:
             sequence.slot = self._free_slots.pop()
             self.running.append(sequence)
 
-    def _promised(self) -> tuple[int, int]:
-        """Pages that running sequences still lack for the tokens that they know: in P, in S."""
-        lacks = [self._missing(sequence, len(sequence.tokens)) for sequence in self.running]
-        return sum(parallel for parallel, _ in lacks), sum(sequential for _, sequential in lacks)
-
-    def _missing(self, sequence: Sequence, stop: int) -> tuple[int, int]:
-        return self.pools.missing(sequence.tables, self.method.parallel_entries(stop), stop)
+    def _promised(self) -> PageCounts:
+        """Pages that running sequences still lack for the tokens that they know."""
+        lacks = [self.store.missing(sequence.tables, len(sequence.tokens)) for sequence in self.running]
+        return {name: sum(counts[name] for counts in lacks) for name in self.store.groups}
 
     # Alignment.
 
@@ -205,14 +201,16 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return False
-        self.pools.grow(sequence.tables, self.method.parallel_entries(stop), stop)
+        self.store.grow(sequence.tables, stop)
         step.append(Scheduled(sequence, Chunk(sequence.slot, sequence.tokens, sequence.num_taken, stop)))
         return True
 
-    def _make_room(self, sequence: Sequence, stop: int, promised: tuple[int, int] = (0, 0)) -> bool:
+    def _make_room(self, sequence: Sequence, stop: int, promised: PageCounts | None = None) -> bool:
         """Whether the pages for `stop` tokens are free besides those promised, if need be after forgetting prefixes."""
-        parallel, sequential = (sum(pair) for pair in zip(self._missing(sequence, stop), promised))
-        while not self.pools.has_free(parallel, sequential):
+        needed = self.store.missing(sequence.tables, stop)
+        if promised is not None:
+            needed = {name: count + promised[name] for name, count in needed.items()}
+        while not self.store.has_free(needed):
             if self.prefix_index is None or not self.prefix_index.evict_one():
                 return False
         return True
@@ -226,7 +224,7 @@ class Scheduler:
 
     def _take_down(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.pools.release(sequence.tables)
-        sequence.tables = Tables.empty()  # a new object: the runner tells by it that the slot's pages are others now
+        self.store.release(sequence.tables)
+        sequence.tables = PageTables()  # a new object: the runner tells by it that the slot's pages are others now
         self._free_slots.append(sequence.slot)
         sequence.slot = -1

@@ -1,24 +1,38 @@
 """A pass in one of a few shapes, so that a device can record it once and replay it: decoding steps, one token per request.
 
-Chunks are padded to a power of two, and so is the number of pages that each reads. Every row writes: those whose K and V are not
-kept to a scratch page of their slot, where the other rows of a shadow block read them during the layer. Rows that fill up a
-shape belong to one more slot, which no request has. All that changes from step to step stands in `numbers_NBr` and in the page
-tables, whose addresses stay; everything else is computed from them on the device.
+Chunks are padded to a power of two, and so is the number of pages that each reads of a group. Every row stores: those whose K and
+V are not kept on a scratch page of their slot, where the other rows of a shadow block read them during the visit. Rows that fill
+up a shape belong to one more slot, which no request has. All that changes from step to step stands in `numbers_CBN` and in the
+page tables, whose addresses stay; everything else is computed from them on the device. Its columns are those of `passes`, then
+those of `Reads` for each group, in which local rows count from the first of their block.
 
-Shape legend: N columns, B chunks, r rows of a chunk, R rows, S slots, P pages of the longest request, n pages read, T entries per
+Shape legend: C columns, B chunks, N rows of a chunk, Q queries of it, R rows of the pass, S slots, P pages read, T entries per
 page, K keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from megatron_dmtd.inference.passes import BlockTables, Group, runs_of
-from megatron_dmtd.inference.planner import Rows
+from megatron_dmtd.architecture import KVGroup
+from megatron_dmtd.inference.kv.device_tables import DeviceTable
+from megatron_dmtd.inference.passes import (
+    ENTRY,
+    NUM_COLUMNS,
+    PHASE,
+    POSITION,
+    SLOT,
+    TOKEN_ID,
+    AttentionBatch,
+    Stored,
+    pages_from,
+    runs_of,
+)
+from megatron_dmtd.inference.planner import Reads, Rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,9 +42,9 @@ class StaticShape:
     num_chunks: int
     rows_per_chunk: int
     final_per_chunk: int
-    """Rows at the end of each chunk that leave the last layer."""
-    num_pages: int
-    """Pages that every chunk reads."""
+    """Rows at the end of each chunk that leave the last visit."""
+    num_pages: tuple[int, ...]
+    """Pages that every chunk reads of each group."""
     has_local: bool
     """Whether rows also read the scratch page of their slot."""
 
@@ -41,101 +55,154 @@ def padded(count: int, limit: int) -> int:
     return min(limit, 1 << (count - 1).bit_length())
 
 
-class StaticPass:
-    """Rows on their way through the layers of one half; the same questions as `Pass` answers."""
+def num_pages_read(rows: Rows, window: int | None, page_size: int) -> int:
+    """Pages that the chunk which reads most of them reads of a group, at least 1."""
+    reads = rows.reads(window)
+    spans = [
+        -(-max(reads.entry_end[start:stop]) // page_size) - min(reads.entry_begin[start:stop]) // page_size
+        for start, stop in runs_of(rows.chunk)
+    ]
+    return max(1, *spans)
 
-    def __init__(self, shape: StaticShape, tables: BlockTables, *, first_scratch_page: int, page_size: int) -> None:
-        self.shape, self.tables = shape, tables
+
+class StaticPass:
+    """Rows in a shape that repeats; see `passes.RowsInLayers`."""
+
+    def __init__(
+        self,
+        shape: StaticShape,
+        groups: Sequence[KVGroup],
+        tables: Mapping[str, DeviceTable],
+        *,
+        first_scratch_page: int,
+        page_size: int,
+    ) -> None:
+        self.shape, self.groups = shape, groups
         self.first_scratch_page, self.page_size = first_scratch_page, page_size
-        self.unused_slot = len(tables.page_SP) - 1
-        self.final = range(shape.num_chunks * shape.final_per_chunk)
-        # token, position, slot, history length, number of local rows read, whether K and V are kept
-        self._blank = (0, 0, self.unused_slot, 1, 0, 0)
+        page_SP = tables[groups[0].name].page_SP
+        self.final: Sequence[int] = range(shape.num_chunks * shape.final_per_chunk)
+        # A row of nobody reads one entry, so that it stays finite.
+        self._blank = (0, 0, len(page_SP) - 1, 0, -1) + (0, 1, 0, 0) * len(groups)
         size = (len(self._blank), shape.num_chunks, shape.rows_per_chunk)
-        self.numbers_NBr = torch.zeros(size, dtype=torch.int64, device=tables.page_SP.device)
+        self.numbers_CBN = torch.zeros(size, dtype=torch.int64, device=page_SP.device)
+        self._addresses = {group.name: StaticAddresses(self, tables[group.name], index) for index, group in enumerate(groups)}
 
     def fill(self, rows: Rows, slots: Sequence[int]) -> None:
         """Take the rows of a step, given each one's slot. Chunks with too few are filled up at their beginning."""
         shape = self.shape
+        columns = [rows.token_id, rows.position, slots, rows.phase, rows.entry]
+        for group in self.groups:
+            reads = rows.reads(group.window)
+            local = ([end - first for end, first in zip(ends, rows.local_begin)] for ends in (reads.local_begin, reads.local_end))
+            columns += [reads.entry_begin, reads.entry_end, *local]
+        numbers = list(zip(*columns))
         table: list[tuple[int, ...]] = []
         for start, stop in runs_of(rows.chunk):
-            table += [self._blank] * (shape.rows_per_chunk - (stop - start))
-            for row in range(start, stop):
-                local_length = rows.local_end[row] - rows.local_begin[row]
-                numbers = rows.token_id[row], rows.position[row], slots[row], rows.history_length[row]
-                table.append((*numbers, local_length, int(rows.is_written[row])))
+            table += [self._blank] * (shape.rows_per_chunk - (stop - start)) + numbers[start:stop]
         table += [self._blank] * (shape.num_chunks * shape.rows_per_chunk - len(table))
         host = torch.tensor(table, dtype=torch.int64).view(shape.num_chunks, shape.rows_per_chunk, -1)
-        self.numbers_NBr.copy_(host.permute(2, 0, 1))
+        self.numbers_CBN.copy_(host.permute(2, 0, 1))
 
     def begin(self) -> None:
         """Forget what was computed from the numbers of an earlier step."""
-        for name in ("written", "groups", "final_groups", "final_F"):
-            self.__dict__.pop(name, None)
+        self.__dict__.pop("final_R", None)
+        for addresses in self._addresses.values():
+            addresses.begin()
+
+    def addresses(self, group: str) -> StaticAddresses:
+        """See `RowsInLayers`."""
+        return self._addresses[group]
 
     @property
     def token_id_R(self) -> torch.Tensor:
-        """Ids to embed."""
-        return self.numbers_NBr[0].flatten()
+        """See `RowsInLayers`."""
+        return self.numbers_CBN[TOKEN_ID].flatten()
 
     @property
     def position_R(self) -> torch.Tensor:
-        """Positions, for rotary angles and for the entries written."""
-        return self.numbers_NBr[1].flatten()
+        """See `RowsInLayers`."""
+        return self.numbers_CBN[POSITION].flatten()
 
     @property
     def slot_R(self) -> torch.Tensor:
-        """Slots of the rows."""
-        return self.numbers_NBr[2].flatten()
+        """See `RowsInLayers`."""
+        return self.numbers_CBN[SLOT].flatten()
 
     @property
     def slot_B(self) -> torch.Tensor:
         """Slots of the chunks; rows that fill one up come first."""
-        return self.numbers_NBr[2, :, -1]
+        return self.numbers_CBN[SLOT, :, -1]
+
+    @property
+    def phase_R(self) -> torch.Tensor:
+        """See `RowsInLayers`."""
+        return self.numbers_CBN[PHASE].flatten()
+
+    @property
+    def entry_R(self) -> torch.Tensor:
+        """Entries that are stored; -1: on a scratch page."""
+        return self.numbers_CBN[ENTRY].flatten()
 
     @property
     def ends_early(self) -> bool:
-        """Whether some rows do not leave the last layer."""
+        """See `RowsInLayers`."""
         return self.shape.final_per_chunk < self.shape.rows_per_chunk
 
     @cached_property
-    def final_F(self) -> torch.Tensor:
-        """Rows that leave the last layer, as an index."""
-        return self._rows_Br()[:, -self.shape.final_per_chunk :].flatten()
-
-    @cached_property
-    def written(self) -> tuple[slice, torch.Tensor, torch.Tensor]:
-        """`(row, page, entry in the page)`: every row, wherever it writes. Local rows lie in the order of their positions."""
-        is_kept_R = self.numbers_NBr[5].flatten().bool()
-        own_page_R = self.tables.page_SP[self.slot_R, torch.div(self.position_R, self.page_size, rounding_mode="floor")]
-        page_R = torch.where(is_kept_R, own_page_R, self.first_scratch_page + self.slot_R)
-        row_in_block_R = (self._rows_Br() % self.shape.rows_per_chunk - self._first_local_row).clamp(min=0).flatten()
-        return slice(None), page_R, torch.where(is_kept_R, self.position_R.remainder(self.page_size), row_in_block_R)
-
-    @cached_property
-    def groups(self) -> list[Group]:
-        """Attention of all rows."""
-        return [self._group(self.shape.rows_per_chunk)]
-
-    @cached_property
-    def final_groups(self) -> list[Group]:
-        """Attention of the final rows alone; `query_Br` still counts all rows."""
-        return [self._group(self.shape.final_per_chunk)]
+    def final_R(self) -> torch.Tensor:
+        """See `RowsInLayers`."""
+        return self.rows_BN()[:, -self.shape.final_per_chunk :].flatten()
 
     @property
-    def _first_local_row(self) -> int:
+    def first_local_row(self) -> int:
+        """The row of each chunk where its shadow block begins."""
         return self.shape.rows_per_chunk - self.shape.final_per_chunk
 
-    def _rows_Br(self) -> torch.Tensor:
+    def rows_BN(self) -> torch.Tensor:
+        """Rows of the pass, by chunk."""
         shape = self.shape
-        return torch.arange(shape.num_chunks * shape.rows_per_chunk, device=self.numbers_NBr.device).view(shape.num_chunks, -1)
+        return torch.arange(shape.num_chunks * shape.rows_per_chunk, device=self.numbers_CBN.device).view(shape.num_chunks, -1)
 
-    def _group(self, num_queries: int) -> Group:
-        shape, device = self.shape, self.numbers_NBr.device
-        history_Br1, local_Br1 = (self.numbers_NBr[column, :, -num_queries:, None] for column in (3, 4))
-        page_Bn = self.tables.page_SP[self.slot_B, : shape.num_pages]
-        mask_BrK = torch.arange(shape.num_pages * self.page_size, device=device) < history_Br1
-        if shape.has_local:
-            page_Bn = torch.cat([page_Bn, self.first_scratch_page + self.slot_B[:, None]], dim=1)
-            mask_BrK = torch.cat([mask_BrK, torch.arange(self.page_size, device=device) < local_Br1], dim=-1)
-        return Group(self._rows_Br()[:, -num_queries:], None, page_Bn, mask_BrK)
+
+class StaticAddresses:
+    """What the rows of a static pass store and read in one group; see `passes.Addresses`."""
+
+    def __init__(self, run: StaticPass, table: DeviceTable, index: int) -> None:
+        self._run, self._table = run, table
+        self._num_pages = run.shape.num_pages[index]
+        self._first_column = NUM_COLUMNS + len(Reads._fields) * index
+        self._batches: dict[bool, list[AttentionBatch]] = {}
+
+    def begin(self) -> None:
+        """Forget what was computed from the numbers of an earlier step."""
+        self.__dict__.pop("stored", None)
+        self._batches.clear()
+
+    @cached_property
+    def stored(self) -> Stored:
+        """Every row, wherever it is stored. Local rows lie in the order of their positions."""
+        run = self._run
+        is_kept_R, entry_R = run.entry_R >= 0, run.entry_R.clamp(min=0)
+        own_page_R = self._table.page_SP[run.slot_R, torch.div(entry_R, run.page_size, rounding_mode="floor")]
+        page_R = torch.where(is_kept_R, own_page_R, run.first_scratch_page + run.slot_R)
+        row_in_block_R = (run.rows_BN() % run.shape.rows_per_chunk - run.first_local_row).clamp(min=0).flatten()
+        return Stored(slice(None), page_R, torch.where(is_kept_R, entry_R.remainder(run.page_size), row_in_block_R))
+
+    def batches(self, *, final_only: bool) -> list[AttentionBatch]:
+        """See `Addresses`."""
+        if final_only not in self._batches:
+            shape = self._run.shape
+            self._batches[final_only] = [self._batch(shape.final_per_chunk if final_only else shape.rows_per_chunk)]
+        return self._batches[final_only]
+
+    def _batch(self, num_queries: int) -> AttentionBatch:
+        run, columns = self._run, slice(self._first_column, self._first_column + len(Reads._fields))
+        entry_begin, entry_end, local_begin, local_end = run.numbers_CBN[columns, :, -num_queries:, None]
+        first_B = torch.div(entry_begin.amin(dim=(1, 2)), run.page_size, rounding_mode="floor")
+        page_BP, entry_BK = pages_from(self._table.page_SP[run.slot_B], first_B, self._num_pages, run.page_size)
+        mask_BQK = (entry_BK[:, None] >= entry_begin) & (entry_BK[:, None] < entry_end)
+        if run.shape.has_local:
+            offset_T = torch.arange(run.page_size, device=page_BP.device)
+            page_BP = torch.cat([page_BP, run.first_scratch_page + run.slot_B[:, None]], dim=1)
+            mask_BQK = torch.cat([mask_BQK, (offset_T >= local_begin) & (offset_T < local_end)], dim=-1)
+        return AttentionBatch(run.rows_BN()[:, -num_queries:], None, page_BP, mask_BQK)

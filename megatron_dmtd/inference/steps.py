@@ -61,8 +61,8 @@ class StepLoop:
         return events + [Event(one.request_id, one.sample, None, self._finish(one, "length")) for one in ended]
 
     def check_integrity(self) -> None:
-        """The pools' laws, and that nothing is held without a reason."""
-        self.scheduler.pools.check_integrity(self.scheduler.owned())
+        """The law of every group of pages, and that nothing is held without a reason."""
+        self.scheduler.store.check_integrity(self.scheduler.owned())
         assert len(self._requests) == len(self.scheduler.waiting) + len(self.scheduler.running)
 
     def _request(self, part: Scheduled) -> Request:

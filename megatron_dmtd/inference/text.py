@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dmtd.errors import CheckpointError, DataError
-from megatron_dmtd.inference.weights import read_config
+from megatron_dmtd.inference.loading import read_model_directory
 
 
 def load_tokenizer(directory: Path | None) -> Any:
@@ -18,7 +18,7 @@ def load_tokenizer(directory: Path | None) -> Any:
     from transformers import AutoTokenizer
 
     if directory is not None:
-        read_config(directory)  # transformers reads it too, and would blame the tokenizer
+        read_model_directory(directory)  # transformers reads it too, and would blame the tokenizer
     if directory is None or not any(directory.glob("tokenizer*")):
         raise CheckpointError(
             found=f"no tokenizer in {directory}",

@@ -20,7 +20,7 @@ class _EngineCounts(Collector):
     def collect(self) -> Iterator[Metric]:
         """See `Collector`."""
         engine = self._worker.engine
-        stats, pools = engine.stats, engine.pools
+        stats = engine.stats
         num_reused = engine.prefix_index.num_reused_tokens if engine.prefix_index else 0
         counts = (
             ("steps", stats.num_steps, "Steps of the engine"),
@@ -33,9 +33,9 @@ class _EngineCounts(Collector):
             yield CounterMetricFamily(f"dmtd_{name}", meaning, value=value)
         yield GaugeMetricFamily("dmtd_running", "Samples in the batch", value=self._worker.num_running)
         yield GaugeMetricFamily("dmtd_waiting", "Samples waiting for a place in the batch", value=self._worker.num_waiting)
-        pages = GaugeMetricFamily("dmtd_free_pages", "Pages of a key-value pool that nobody uses", labels=["pool"])
-        for pool in (pools.parallel, pools.sequential):
-            pages.add_metric([pool.pages.name], pool.pages.num_free)
+        pages = GaugeMetricFamily("dmtd_free_pages", "Pages of a key-value group that nobody uses", labels=["group"])
+        for name, group in engine.store.groups.items():
+            pages.add_metric([name], group.pages.num_free)
         yield pages
 
 

@@ -27,14 +27,17 @@ _FREQUENCY_TOLERANCE = 1e-5
 class HFWeights:
     """The tensors of a decoder in a directory. Opening reads headers, and of tensors only those that must be compared."""
 
-    def __init__(self, directory: str | Path, decoder: DecoderSpec) -> None:
-        """Raises `ConversionError` if a file is missing or cut, or the tensors are not exactly those of `decoder`."""
+    def __init__(self, directory: str | Path, decoder: DecoderSpec, *, any_type: bool = False) -> None:
+        """Raises `ConversionError` if a file is missing or cut, or the tensors are not exactly those of `decoder`.
+
+        `any_type`: see `check_hf`.
+        """
         self.files = WeightFiles(directory)
         frequencies = [name for name in self.files.specs if name.endswith(_FREQUENCIES)]
         _check_frequencies(decoder, {name: self.files.read(name) for name in frequencies})
         self.stored: Mapping[str, TensorSpec] = {name: spec for name, spec in self.files.specs.items() if name not in frequencies}
         """Shape and type of each tensor, a tied model's second head included."""
-        check_hf(decoder, self.stored)
+        check_hf(decoder, self.stored, any_type=any_type)
         check_tied_head(decoder, self.stored, self.files.are_equal)
         self.names: tuple[str, ...] = tuple(hf_tensors(decoder))
         """The decoder's tensors, in the order of its layers."""

@@ -136,7 +136,7 @@ def rules(decoder: DecoderSpec) -> tuple[Rule, ...]:
     return tuple(table)
 
 
-def _faults(expected: Mapping[str, tuple[Shape, ...]], found: Mapping[str, TensorSpec]) -> list[str]:
+def _faults(expected: Mapping[str, tuple[Shape, ...]], found: Mapping[str, TensorSpec], *, any_type: bool = False) -> list[str]:
     faults = [f"missing: {name} {list(shapes[0])}" for name, shapes in expected.items() if name not in found]
     for name, spec in found.items():
         if name not in expected:
@@ -145,7 +145,7 @@ def _faults(expected: Mapping[str, tuple[Shape, ...]], found: Mapping[str, Tenso
         if spec.shape not in expected[name]:
             wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(expected[name]))
             faults.append(f"wrong shape: {name} is {list(spec.shape)}, not {wanted}")
-        if spec.dtype not in FLOAT_TYPES:
+        if not any_type and spec.dtype not in FLOAT_TYPES:
             faults.append(f"wrong type: {name} is {spec.dtype}")
     return faults
 
@@ -174,16 +174,17 @@ def check_megatron(decoder: DecoderSpec, found: Mapping[str, TensorSpec]) -> Non
     _refuse(_faults({rule.megatron_name: rule.megatron_shapes for rule in rules(decoder)}, found))
 
 
-def check_hf(decoder: DecoderSpec, found: Mapping[str, TensorSpec]) -> None:
+def check_hf(decoder: DecoderSpec, found: Mapping[str, TensorSpec], *, any_type: bool = False) -> None:
     """Accept exactly Hugging Face's tensors of `decoder`, or raise one `ConversionError` that lists every fault.
 
-    A tied model may carry the head too; `check_tied_head` compares the numbers.
+    A tied model may carry the head too; `check_tied_head` compares the numbers. `any_type`: for whoever converts every tensor to
+    a type of their own, and so need not find one type in all parts of a tensor of Megatron's.
     """
     table = rules(decoder)
     # Some writers store the tied head a second time; it is compared with the embedding table instead of mapped.
     kept = {name: spec for name, spec in found.items() if not (decoder.tie_word_embeddings and name == HF_HEAD)}
     expected = {name: (shape,) for rule in table for name, shape in rule.hf}
-    _refuse(_faults(expected, kept) + _mixed_types(table, kept))
+    _refuse(_faults(expected, kept, any_type=any_type) + ([] if any_type else _mixed_types(table, kept)))
 
 
 def check_tied_head(decoder: DecoderSpec, names: Iterable[str], are_equal: Callable[[str, str], bool]) -> None:

@@ -10,6 +10,16 @@ from megatron_dmtd.cycle import VARIANTS
 from megatron_dmtd.hf import DMTDQwen3Config, DMTDQwen3ForCausalLM
 
 VOCABULARY, MASK_ID = 61, 60
+#: what an ordinary decoder's configuration does not have
+CYCLE_FIELDS = (
+    "mtp_horizon",
+    "num_parallel_layers",
+    "num_sequential_layers",
+    "mask_token_id",
+    "dmtd_history_mode",
+    "dmtd_block_attention",
+    "qk_norm",
+)
 NAMES = sorted(VARIANTS)
 each_variant = pytest.mark.parametrize("variant", NAMES)
 
@@ -53,12 +63,12 @@ def random_ids(*shape: int, seed: int = 3) -> torch.Tensor:
 
 
 @torch.no_grad()
-def decoded_logits(model: DMTDQwen3ForCausalLM, ids_BW: torch.Tensor, prompt_length: int) -> torch.Tensor:
+def decoded_logits(model: DMTDQwen3ForCausalLM, ids_Bn: torch.Tensor, prompt_length: int) -> torch.Tensor:
     """Logits of every column: a prompt, then one column at a time."""
-    output = model(ids_BW[:, :prompt_length], use_cache=True)
+    output = model(ids_Bn[:, :prompt_length], use_cache=True)
     logits = [output.logits]
-    for column in range(prompt_length, ids_BW.shape[1]):
-        output = model(ids_BW[:, column : column + 1], cache=output.cache)
+    for column in range(prompt_length, ids_Bn.shape[1]):
+        output = model(ids_Bn[:, column : column + 1], cache=output.cache)
         logits.append(output.logits)
     return torch.cat(logits, dim=1)
 
@@ -66,11 +76,13 @@ def decoded_logits(model: DMTDQwen3ForCausalLM, ids_BW: torch.Tensor, prompt_len
 def vanilla_decoder(model: DMTDQwen3ForCausalLM):
     """The same weights in transformers' own Qwen3, or Llama without q and k norms."""
     fields = {**model.config.to_dict(), "attn_implementation": "eager"}
-    for name in ("model_type", "architectures", "transformers_version", "dtype"):
+    for name in ("model_type", "architectures", "transformers_version", "dtype", *CYCLE_FIELDS):
         fields.pop(name, None)
     if model.config.qk_norm:
         vanilla = Qwen3ForCausalLM(Qwen3Config(**fields))
     else:
+        for name in ("layer_types", "max_window_layers", "use_sliding_window", "sliding_window"):
+            fields.pop(name, None)
         vanilla = LlamaForCausalLM(LlamaConfig(**fields))
     vanilla.load_state_dict(model.state_dict())
     return vanilla.to(model.dtype).eval()

@@ -1,12 +1,12 @@
-"""What an engine is made of, given a model and a config: sizes of pools, kernels, kind of steps."""
+"""What an engine is made of, given a model and a config: the size of its store, kernels, kind of steps."""
 
 import pytest
 import torch
 
 from megatron_dmtd.errors import CapabilityError, ConfigError
 from megatron_dmtd.inference import EngineConfig
-from megatron_dmtd.inference.assembly import make_pools, native_refusal, step_mode
-from megatron_dmtd.inference.weights import load_model
+from megatron_dmtd.inference.assembly import make_store, native_refusal, step_mode
+from megatron_dmtd.inference.loading import load_model
 
 
 @pytest.fixture(scope="module")
@@ -26,19 +26,19 @@ def model(pairs):
     ],
     ids=repr,
 )
-def test_pools_hold_a_batch_of_full_length_as_far_as_the_memory_goes(model, config, num_pages, max_length):
-    pools, found = make_pools(model, config, num_scratch_pages=3)
-    assert found == max_length
-    for pool in (pools.parallel, pools.sequential):
-        assert pool.pages.num_pages == num_pages
-        assert pool.v_LNGTE.shape[:2] == (2, num_pages + 3)
+def test_a_store_holds_a_batch_of_full_length_as_far_as_the_memory_goes(model, config, num_pages, max_length):
+    store, found = make_store(model, config, num_scratch_pages=3)
+    assert found == max_length and set(store.groups) == {"parallel", "sequential"}
+    for group in store.groups.values():
+        assert group.pages.num_pages == num_pages
+        assert [place.v_PGTD.shape[0] for place in group.places] == [num_pages + 3] * 2
 
 
-def test_pools_too_small_for_one_request_of_full_length_are_refused(model):
-    with pytest.raises(ConfigError, match="pools of 96 tokens for max_length=97"):
-        make_pools(model, EngineConfig(cache_tokens=100, max_length=97), num_scratch_pages=0)
-    with pytest.raises(ConfigError, match="pools of 0 pages"):
-        make_pools(model, EngineConfig(cache_bytes=8191), num_scratch_pages=0)
+def test_a_store_too_small_for_one_request_of_full_length_is_refused(model):
+    with pytest.raises(ConfigError, match="room for 96 tokens in the K/V store, for max_length=97"):
+        make_store(model, EngineConfig(cache_tokens=100, max_length=97), num_scratch_pages=0)
+    with pytest.raises(ConfigError, match="room for 0 pages"):
+        make_store(model, EngineConfig(cache_bytes=8191), num_scratch_pages=0)
 
 
 def test_steps_are_static_only_where_that_is_asked_for_or_helps():

@@ -27,8 +27,8 @@ def test_settings_that_contradict_the_model_are_refused(pairs):
         (EngineConfig(page_size=6), "page_size=6"),
         (EngineConfig(max_batch=0), "max_batch=0"),
         (EngineConfig(max_length=513), "max_length=513"),
-        (EngineConfig(max_length=500, cache_tokens=64), "pools of 64 tokens"),
-        (EngineConfig(cache_tokens=8), "pools of 0 pages"),
+        (EngineConfig(max_length=500, cache_tokens=64), "room for 64 tokens"),
+        (EngineConfig(cache_tokens=8), "room for 0 pages"),
         (EngineConfig(kernels="fast"), "kernels='fast'"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -131,7 +131,7 @@ def test_cancelled_requests_free_their_pages_and_leave_the_others_alone(pair: Pa
     while engine.has_work:
         events += engine.step()
     assert list(events[-1].completion.token_ids) == pair.greedy(prompts[1], 12)
-    assert engine.pools.sequential.pages.num_free == engine.pools.sequential.pages.num_pages
+    assert all(group.pages.num_free == group.pages.num_pages for group in engine.store.groups.values())
 
 
 def test_aligned_heads_run_the_parallel_layers_about_once_per_cycle(pairs):

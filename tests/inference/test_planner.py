@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from megatron_dmtd.cycle import ORDINARY, VARIANTS, Method
+from megatron_dmtd.cycle import ORDINARY, VARIANTS, Method, visible
 from megatron_dmtd.inference.planner import Chunk, Kept, StepPlan, plan_step
 from tests.oracles.scheduling import Walk
 
@@ -34,8 +34,9 @@ def test_a_complete_bidirectional_refresh_cycle_is_that_of_section_10():
     rows = head.parallel
     assert rows.token_id == [104, 105, 106, 107, 108, M, M, M]
     assert rows.position == [4, 5, 6, 7, 8, 9, 10, 11]
-    assert rows.is_written == [True] * 4 + [False] * 4
-    assert rows.history_length == [5, 6, 7, 8, 8, 8, 8, 8]
+    assert rows.entry == [4, 5, 6, 7, -1, -1, -1, -1]
+    assert rows.phase == [0, 1, 2, 3] * 2
+    assert rows.entry_end == [5, 6, 7, 8, 8, 8, 8, 8]
     assert list(zip(rows.local_begin, rows.local_end)) == [(0, 0)] * 4 + [(4, 8)] * 4
     assert head.outputs == [4, 5, 6, 7]
     assert head.kept == [Kept(slot=0, first_output=0)]
@@ -44,21 +45,21 @@ def test_a_complete_bidirectional_refresh_cycle_is_that_of_section_10():
         inner = step("bidirectional-refresh", position, position + 1)
         assert (len(inner.parallel), inner.kept) == (0, [])
         assert inner.sequential.position == [position]
-        assert inner.sequential.history_length == [position + 1]
+        assert inner.sequential.entry_end == [position + 1]
     following = step("bidirectional-refresh", 12, 13)
     assert following.parallel.token_id == [108, 109, 110, 111, 112, M, M, M]
 
 
 def test_a_causal_refresh_block_sees_itself_up_to_each_slot():
     rows = step("causal-refresh", 8, 9).parallel
-    assert rows.history_length == [5, 6, 7, 8, 8, 8, 8, 8]
+    assert rows.entry_end == [5, 6, 7, 8, 8, 8, 8, 8]
     assert list(zip(rows.local_begin, rows.local_end)) == [(0, 0)] * 4 + [(4, 5), (4, 6), (4, 7), (4, 8)]
 
 
 def test_the_first_cycle_has_nothing_to_refresh():
     plan = step("bidirectional-refresh", 0, 1)
     assert plan.parallel.token_id == [100, M, M, M]
-    assert plan.parallel.is_written == [False] * 4
+    assert plan.parallel.entry == [-1] * 4
 
 
 @pytest.mark.parametrize(
@@ -67,8 +68,8 @@ def test_the_first_cycle_has_nothing_to_refresh():
 def test_norefresh_appends_its_block_and_computes_no_real_token_again(variant, history):
     plan = step(variant, 8, 9)
     assert plan.parallel.token_id == [108, M, M, M]
-    assert plan.parallel.is_written == [True] * 4
-    assert plan.parallel.history_length == history
+    assert plan.parallel.entry == [8, 9, 10, 11]
+    assert plan.parallel.entry_end == history
     assert plan.parallel.local_end == [0] * 4
 
 
@@ -80,7 +81,7 @@ def test_norefresh_appends_its_block_and_computes_no_real_token_again(variant, h
         ("vanilla", [0] * 10),
     ],
 )
-def test_lengths_of_the_parallel_pool_are_those_of_section_9(variant, entries):
+def test_entries_of_the_parallel_pass_are_those_of_section_9(variant, entries):
     assert [method(variant).parallel_entries(count) for count in range(10)] == entries
 
 
@@ -108,11 +109,61 @@ def test_a_chunk_that_starts_inside_a_cycle_ends_with_it():
         step("causal-refresh", 5, 9)
 
 
+# Windows.
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 6, 7, 100])
+@pytest.mark.parametrize("variant", [*NAMES, "vanilla"])
+def test_a_window_hides_exactly_what_the_rule_of_cycles_hides(variant, window):
+    """Every (row, key) pair of prompts cut in several ways: the window's ranges show what `visible(window=)` shows."""
+    own, num_hidden = method(variant), 0
+    for stops in ([14], [5, 8, 13, 14], list(range(1, 15))):
+        start = 0
+        for stop in stops:
+            chunks = [
+                Chunk(slot=0, tokens=tokens(7), start=6, stop=7),
+                Chunk(slot=1, tokens=tokens(stop), start=start, stop=stop),
+            ]
+            plan = plan_step(own, chunks)
+            for rows, outputs in ((plan.parallel, set(plan.outputs)), (plan.sequential, set())):
+                reads = rows.reads(window)
+                for row in range(len(rows)):
+                    keys = [(own.history == "real" or rows is plan.sequential, entry) for entry in range(rows.entry_end[row])]
+                    local = range(rows.local_begin[row], rows.local_end[row])
+                    keys += [(False, rows.position[other]) for other in local]
+                    seen = [reads.entry_begin[row] <= entry < reads.entry_end[row] for entry in range(rows.entry_end[row])]
+                    seen += [reads.local_begin[row] <= other < reads.local_end[row] for other in local]
+                    expected = [
+                        visible(
+                            query_is_real=row not in outputs,
+                            query_document=0,
+                            query_position=rows.position[row],
+                            key_is_real=is_real,
+                            key_document=0,
+                            key_position=position,
+                            cycle_length=own.cycle_length,
+                            history=own.history,
+                            block_attention=own.block_attention,
+                            window=window,
+                        )
+                        for is_real, position in keys
+                    ]
+                    assert seen == expected, (row, keys)
+                    num_hidden += seen.count(False)
+            start = stop
+    assert (num_hidden > 0) == (window < 14)
+
+
+def test_without_a_window_a_row_reads_all_that_it_sees():
+    rows = step("bidirectional-refresh", 8, 9).parallel
+    assert rows.reads(None) == ([0] * 8, rows.entry_end, rows.local_begin, rows.local_end)
+
+
 # Against the oracle.
 
 
 class Replay:
-    """Pools of labels, on which plans are executed."""
+    """Stores of labels, on which plans are executed."""
 
     def __init__(self, plan_method: Method) -> None:
         self.method = plan_method
@@ -122,7 +173,7 @@ class Replay:
 
     def labels(self, plan: StepPlan) -> list[str]:
         rows = plan.parallel
-        assert rows.is_written == ([True] * len(rows) if not self.method.refreshes else rows.is_written)
+        assert self.method.refreshes or min(rows.entry, default=0) >= 0
         outputs = set(plan.outputs)
         return [("S" if row in outputs else "R") + str(rows.position[row]) for row in range(len(rows))]
 
@@ -130,10 +181,10 @@ class Replay:
         rows, labels = plan.parallel, self.labels(plan)
         own = [row for row in range(len(rows)) if rows.chunk[row] == chunk]
         for row in own:
-            if rows.is_written[row]:
-                self.parallel[rows.position[row]] = labels[row]
+            if rows.entry[row] >= 0:
+                self.parallel[rows.entry[row]] = labels[row]
         for row in own:
-            history = [self.parallel[entry] for entry in range(rows.history_length[row])]
+            history = [self.parallel[entry] for entry in range(rows.entry_end[row])]
             local = range(rows.local_begin[row], rows.local_end[row])
             assert set(local) <= set(own)
             read[labels[row]] = frozenset([*history, *(labels[other] for other in local)])
@@ -150,13 +201,13 @@ class Replay:
         rows = plan.sequential
         own = [row for row in range(len(rows)) if rows.chunk[row] == chunk]
         for row in own:
-            self.sequential[rows.position[row]] = f"R{rows.position[row]}"
+            self.sequential[rows.entry[row]] = f"R{rows.position[row]}"
             assert rows.token_id[row] == 100 + rows.position[row]
         for row in own:
-            seen = [self.sequential[entry] for entry in range(rows.history_length[row])]
+            seen = [self.sequential[entry] for entry in range(rows.entry_end[row])]
             if not self.method.is_vanilla:
                 source = plan.from_output[row]
-                hidden = self.saved[self.method.phase(rows.position[row])] if source < 0 else labels[plan.outputs[source]]
+                hidden = self.saved[rows.phase[row]] if source < 0 else labels[plan.outputs[source]]
                 seen.append(f"hidden {hidden}")
             read[f"T{rows.position[row]}"] = frozenset(seen)
 

@@ -1,21 +1,14 @@
 """Scheduling by itself: alignment, pieces of prompts, admission and preemption, without any tensor being computed."""
 
 import pytest
-import torch
 
-from megatron_dmtd.cycle import Method
-from megatron_dmtd.inference.kv.store import KeyValuePool, Pools, PoolShape
 from megatron_dmtd.inference.scheduler import Scheduler, Sequence
+from tests.inference.kv.stores import mixed_store, small_store
 
 
-def scheduler(num_pages: int = 64, **options) -> Scheduler:
-    def pool(name: str) -> KeyValuePool:
-        shape = PoolShape(num_layers=1, num_pages=num_pages, num_key_value_heads=1, page_size=4, head_dim=2)
-        return KeyValuePool(shape, name=name, dtype=torch.float32, device=torch.device("cpu"))
-
+def scheduler(num_pages: int = 64, *, store=None, **options) -> Scheduler:
     settings = {"num_slots": 4, "chunk_tokens": 8, "align_heads": True, "prefix_index": None, **options}
-    method = Method(variant="causal-refresh", cycle_length=4, mask_token_id=9, num_parallel_layers=1)
-    return Scheduler(method, Pools(pool("P"), pool("S")), **settings)
+    return Scheduler(store or small_store(num_pages=num_pages, page_size=4), **settings)
 
 
 def advance(own: Scheduler) -> list[tuple[int, int, int]]:
@@ -26,7 +19,7 @@ def advance(own: Scheduler) -> list[tuple[int, int, int]]:
     own.finish_step(step)
     for sequence in complete:
         sequence.tokens.append(0)
-    own.pools.check_integrity(own.owned())
+    own.store.check_integrity(own.owned())
     return shown
 
 
@@ -128,7 +121,7 @@ def test_the_youngest_gives_way_and_comes_back_before_others():
     assert advance(own)[0] == (2, 0, len(young.tokens) - 1)
     own.remove(young)
     own.remove(third)
-    own.pools.check_integrity([])
+    own.store.check_integrity([])
 
 
 def test_a_sequence_that_cannot_fit_alone_is_a_broken_promise():
@@ -136,3 +129,24 @@ def test_a_sequence_that_cannot_fit_alone_is_a_broken_promise():
     own.add(prompt(1, 12))
     with pytest.raises(AssertionError, match="fits alone"):
         own.schedule()
+
+
+def test_a_group_without_free_pages_is_enough_to_make_the_youngest_give_way():
+    """In a mixed model: all groups are asked, and the pages of all are given back."""
+    own = scheduler(store=mixed_store(num_pages=7, page_size=4), num_slots=2, chunk_tokens=64)
+    old, young = prompt(1, 12), prompt(2, 12)
+    own.add(old)
+    own.add(young)
+    hidden = own.store.groups["sequential/window-6/2x8"].pages
+    hidden._free, kept_back = hidden._free[:6], hidden._free[6:]  # one page less than the others have
+    step = own.schedule()
+    assert len(step) == 2
+    own.finish_step(step)
+    for sequence in (old, young):
+        sequence.tokens.append(0)
+    assert [part.sequence for part in own.schedule()] == [old]
+    assert young.slot == -1 and young.num_preemptions == 1
+    # 13 tokens: 12 entries in parallel groups, 13 in sequential ones
+    assert [group.pages.num_free for group in own.store.groups.values()] == [4, 4, 2, 3]
+    hidden._free += kept_back
+    own.store.check_integrity(own.owned())

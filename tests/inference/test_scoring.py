@@ -14,13 +14,13 @@ def test_scores_are_those_of_the_training_forward(pair: Pair, chunk_tokens):
     with torch.no_grad():
         expected = pair.slow(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
     assert expected.std() > 1
-    engine.generate([ids[0, :20].tolist()], max_new_tokens=8)  # leaves prefixes in the pools
+    engine.generate([ids[0, :20].tolist()], max_new_tokens=8)  # leaves prefixes in the store
     scores = torch.tensor(score(engine, ids[0].tolist()), dtype=torch.float64)
     # transformers' own Qwen3 norms in fp32 whatever the type of the weights.
     torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5 if pair.kind == "vanilla" else 1e-10)
     engine.prefix_index.clear()
     engine.check_integrity()
-    assert engine.pools.sequential.pages.num_free == engine.pools.sequential.pages.num_pages
+    assert all(group.pages.num_free == group.pages.num_pages for group in engine.store.groups.values())
 
 
 def test_a_text_of_one_token_has_no_scores(pair: Pair):
@@ -38,7 +38,7 @@ def test_bad_texts_are_refused(pairs):
 
 
 def test_scores_do_not_depend_on_company_preemption_or_prefixes_and_company_does_not_see_them(pair: Pair):
-    """A pool that holds two of the five at their ends: the others give way on the way, and are computed and scored again."""
+    """A store that holds two of the five at their ends: the others give way on the way, and are computed and scored again."""
     texts = [random_ids(1, length, seed=length)[0].tolist() for length in (10, 23, 17, 10, 13)]
     alone = [score(pair.engine(), text) for text in texts]
     plain = [pair.engine().generate([text], max_new_tokens=30)[0].token_ids for text in texts]

@@ -50,13 +50,14 @@ def test_few_shapes_serve_many_steps_and_rows_of_nobody_leave_no_trace(pair: Pai
     assert [list(item.token_ids) for item in engine.generate(PROMPTS[:3], max_new_tokens=40, params=GREEDY)] == [
         pair.greedy(prompt, 40) for prompt in PROMPTS[:3]
     ]
-    halves = 1 if pair.kind == "vanilla" else 2
+    passes = 1 if pair.kind == "vanilla" else 2
     # up to 1, 2 or 4 requests, of up to 1, 2, 4 or 8 pages
-    assert halves <= engine.runner.static.num_programs <= halves * 12
+    assert passes <= engine.runner.static.num_programs <= passes * 12
     assert engine.runner.static.num_steps >= 39
-    for pool in (engine.pools.parallel, engine.pools.sequential):
-        assert pool.k_LNGET.shape[1] == pool.shape.num_pages + 6
-        assert torch.isfinite(pool.k_LNGET).all() and torch.isfinite(pool.v_LNGTE).all()
+    for group in engine.store.groups.values():
+        for place in group.places:
+            assert len(place.k_PGDT) == group.pages.num_pages + 6
+            assert torch.isfinite(place.k_PGDT).all() and torch.isfinite(place.v_PGTD).all()
 
 
 def test_shadow_keys_and_values_of_refresh_are_in_scratch_pages_only(pairs):
@@ -64,14 +65,15 @@ def test_shadow_keys_and_values_of_refresh_are_in_scratch_pages_only(pairs):
     events = engine.stream(PROMPTS[1], max_new_tokens=30, params=GREEDY)
     for _ in range(8):
         next(events)
-    pool = engine.pools.parallel
+    group = engine.store.groups["parallel"]
+    k_LPGDT = torch.stack([place.k_PGDT for place in group.places])
     (sequence,) = engine.scheduler.running
     assert sequence.num_taken == 13
-    held = pool.k_LNGET[:, : pool.shape.num_pages].abs().sum(dim=(0, 2, 3))  # by page and entry
-    (page,) = sequence.tables.parallel.pages
+    held = k_LPGDT[:, : group.pages.num_pages].abs().sum(dim=(0, 2, 3))  # by page and entry
+    (page,) = sequence.tables["parallel"].pages
     assert held[page].nonzero()[:, 0].tolist() == list(range(12))
     assert held.count_nonzero() == 12
-    scratch = pool.k_LNGET[:, pool.shape.num_pages + sequence.slot].abs().sum(dim=(0, 1, 2))
+    scratch = k_LPGDT[:, group.pages.num_pages + sequence.slot].abs().sum(dim=(0, 1, 2))
     assert scratch.nonzero()[:, 0].tolist() == [0, 1, 2, 3]
 
 

@@ -1,130 +1,89 @@
-"""Directories that are ours, and those that are not."""
-
-import json
-import shutil
+"""Fused weights, their types, and updates in place."""
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
+from megatron_dmtd.architecture import decoder_tensors, make_schedule
 from megatron_dmtd.errors import CheckpointError
+from megatron_dmtd.families import hf_name
 from megatron_dmtd.inference import Engine, EngineConfig, SamplingParams
-from megatron_dmtd.inference.weights import load_model
-from tests.inference.models import PENALTY, SMALL, Pair
+from megatron_dmtd.inference.weights import build_model
+from tests.inference.oracle_models import decoder_of, method_of, model_of
+from tests.oracles.parallel_dmtd import Shape, random_weights
 
-CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def copy(pairs, tmp_path):
-    return shutil.copytree(pairs["causal-refresh"].directory, tmp_path / "copy")
-
-
-def change_config(folder, **fields) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+SHAPE = Shape(num_parallel_layers=2, qkv_bias=True, output_bias=True, windows=(5, None, 5, None))
+KIND = ("real", "bidirectional")
+TIED = {"tied": SHAPE, "untied": Shape(num_parallel_layers=2, tie_word_embeddings=False, head_dim=16, hidden_size=48)}
+PROMPT = [5, 9, 2, 44, 17, 3, 8]
 
 
-def change_weights(folder, change) -> None:
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors")
+def addresses(model) -> list[int]:
+    tensors = [model.embedding_VX, model.final_norm.weight, model.head.weight]
+    for layer in model.layers:
+        tensors += [linear.weight for linear in layer.linears]
+        tensors += [linear.bias for linear in layer.linears if linear.bias is not None]
+        tensors += [norm.weight for norm in (layer.attention_norm, layer.mlp_norm, layer.q_norm, layer.k_norm) if norm]
+    return [tensor.data_ptr() for tensor in tensors]
 
 
-def test_fused_matrices_are_those_of_the_directory(pairs):
-    pair = pairs["causal-refresh"]
-    model, weights = load_model(pair.directory, device=CPU, dtype=torch.float64), pair.slow.state_dict()
-    assert len(model.layers) == 4 and model.shape.num_parallel_layers == 2
-    prefix = "model.layers.3."
-    expected = torch.cat([weights[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"])
-    assert torch.equal(model.layers[3].qkv, expected)
-    assert torch.equal(model.layers[3].gate_up[48:], weights[prefix + "mlp.up_proj.weight"])
-    assert model.method.variant == "causal-refresh" and model.method.mask_token_id == 60
-    assert torch.equal(model.head_VX, weights["lm_head.weight"])
+def test_parts_of_one_matrix_lie_one_below_the_other_and_biases_with_them():
+    weights = random_weights(SHAPE, seed=1)
+    layer = model_of(SHAPE, weights, *KIND).layers[3]
+    prefix = "model.layers.3.self_attn."
+    for kind in ("weight", "bias"):
+        assert torch.equal(getattr(layer.qkv, kind), torch.cat([weights[f"{prefix}{name}_proj.{kind}"] for name in "qkv"]))
+        assert torch.equal(getattr(layer.o, kind), weights[f"{prefix}o_proj.{kind}"])
+    assert layer.gate_up.bias is None and layer.down.bias is None
+    assert (layer.qkv.in_features, layer.qkv.out_features) == (32, 64)
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        ("bidirectional-refresh", {"qk_norm": False, "tie_word_embeddings": True}),
-        ("vanilla", {"qk_norm": False}),
-        ("causal-norefresh", {"attention_bias": True, "num_key_value_heads": 4}),
-        ("bidirectional-norefresh", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
-        ("causal-refresh", {"mtp_horizon": 3, "num_parallel_layers": 1, "num_sequential_layers": 3}),
-    ],
-)
-def test_every_kind_of_decoder_gives_the_tokens_of_generate(tmp_path, kind, changes):
-    pair = Pair(tmp_path, kind, **changes)
-    engine = pair.engine(EngineConfig(max_batch=2, max_length=64, cache_tokens=192, page_size=12))
-    prompts = [[5, 9, 2, 44, 17], [3, 8]]
-    params = SamplingParams(ignore_eos=True, repetition_penalty=PENALTY)
-    completions = engine.generate(prompts, max_new_tokens=11, params=params)
-    assert [list(completion.token_ids) for completion in completions] == [pair.greedy(prompt, 11) for prompt in prompts]
+def test_matrices_and_vectors_have_their_types_and_weigh_what_they_weigh():
+    model = model_of(SHAPE, random_weights(SHAPE, seed=1), *KIND, dtype=torch.float32, matrix_dtype=torch.bfloat16)
+    layer = model.layers[0]
+    assert layer.qkv.weight.dtype == model.embedding_VX.dtype == torch.bfloat16
+    assert layer.qkv.bias.dtype == layer.q_norm.weight.dtype == model.dtype == torch.float32
+    assert layer.qkv.num_bytes == 64 * 32 * 2 + 64 * 4
 
 
-def test_a_dmtd_model_decodes_as_vanilla_on_request(pairs):
-    engine = pairs["bidirectional-norefresh"].engine(variant="vanilla")
-    params = SamplingParams(ignore_eos=True, repetition_penalty=PENALTY)
-    (completion,) = engine.generate([[7, 3, 20]], max_new_tokens=9, params=params)
-    assert list(completion.token_ids) == pairs["vanilla"].greedy([7, 3, 20], 9)
-    assert engine.stats.num_parallel_passes == 0
+def test_the_caller_keeps_its_tensors():
+    weights = random_weights(SHAPE, seed=1)
+    model = model_of(SHAPE, weights, *KIND)
+    before = weights["model.norm.weight"].clone()
+    model.final_norm.weight.zero_()
+    assert torch.equal(weights["model.norm.weight"], before)
 
 
-def test_the_directorys_stop_tokens_end_an_output(pairs, copy):
-    expected = pairs["causal-refresh"].greedy([7, 3, 20], 9, repetition_penalty=1.0)
-    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [expected[4], expected[4]]}))
-    engine = Engine(copy, SMALL, dtype="float64", device="cpu")
-    (completion,) = engine.generate([[7, 3, 20]], max_new_tokens=9)
-    assert list(completion.token_ids) == expected[: expected.index(expected[4]) + 1]
-    assert completion.finish_reason == "stop"
-    change_config(copy, eos_token_id=expected[0])
-    (copy / "generation_config.json").unlink()
-    assert load_model(copy, device=CPU).stop_token_ids == (expected[0],)
+@pytest.mark.parametrize("shape", TIED.values(), ids=TIED)
+@pytest.mark.parametrize("settings", [{"kernels": "native"}, {"kernels": "torch"}, {"kernels": "torch", "cuda_graphs": "shapes"}])
+def test_an_engine_whose_weights_are_overwritten_computes_with_the_new_ones(shape, settings):
+    if settings["kernels"] == "native" and shape.head_dim % 16:
+        shape = Shape(**{**{name: getattr(shape, name) for name in shape.__dataclass_fields__}, "head_dim": 16})
+    old, new = random_weights(shape, seed=1), random_weights(shape, seed=2)
+    config = EngineConfig(max_batch=2, prefix_caching=False, **settings)
+    params = SamplingParams(ignore_eos=True, repetition_penalty=5.0)
+
+    def tokens(engine) -> list[int]:
+        return [list(item.token_ids) for item in engine.generate([PROMPT, PROMPT[2:]], max_new_tokens=12, params=params)]
+
+    engine = Engine(model_of(shape, old, *KIND, dtype=torch.float32), config)
+    fresh = Engine(model_of(shape, new, *KIND, dtype=torch.float32), config)
+    before, places = tokens(engine), addresses(engine.model)
+    assert before != tokens(fresh)
+    engine.model.update(lambda name: new[hf_name(name)])
+    assert addresses(engine.model) == places
+    assert tokens(engine) == tokens(fresh)
 
 
-def test_directories_that_are_not_models_are_refused_by_name(tmp_path, copy):
-    with pytest.raises(CheckpointError, match="no directory"):
-        Engine(tmp_path / "absent")
-    change_config(copy, model_type="gpt2")
-    with pytest.raises(CheckpointError, match="model_type 'gpt2'"):
-        Engine(copy)
-    (copy / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="not a JSON object"):
-        Engine(copy)
+def test_every_tensor_is_asked_for_once():
+    schedule = make_schedule(decoder_of(SHAPE), method_of(SHAPE, *KIND))
+    weights, asked = random_weights(SHAPE, seed=1), []
+    model = build_model(schedule, lambda name: asked.append(name) or weights[hf_name(name)])
+    assert sorted(asked) == sorted(decoder_tensors(schedule.decoder)) == sorted(model.places)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"mask_token_id": 99}, "DMTDQwen3Config refuses"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary embeddings"),
-        ({"hidden_size": 64}, "wrong"),
-    ],
-)
-def test_configurations_that_cannot_be_decoded_are_refused(copy, fields, message):
-    change_config(copy, **fields)
-    with pytest.raises(CheckpointError, match=message):
-        Engine(copy, device="cpu")
-
-
-def test_sliding_windows_of_ordinary_models_are_refused(pairs, tmp_path):
-    folder = shutil.copytree(pairs["vanilla"].directory, tmp_path / "window")
-    change_config(folder, use_sliding_window=True, sliding_window=16)
-    with pytest.raises(CheckpointError, match="sliding-window"):
-        Engine(folder)
-
-
-def test_weights_are_accounted_for(copy):
-    change_weights(copy, lambda weights: weights.pop("model.norm.weight"))
-    with pytest.raises(CheckpointError, match=r"missing \['model.norm.weight'\]"):
-        Engine(copy)
-    change_weights(copy, lambda weights: weights.update({"model.norm.weight": torch.ones(32), "extra": torch.ones(1)}))
-    with pytest.raises(CheckpointError, match="extra"):
-        Engine(copy)
-    (copy / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        Engine(copy)
-    (copy / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
-        Engine(copy)
+def test_a_tensor_of_another_shape_is_refused_by_name():
+    weights = random_weights(SHAPE, seed=1)
+    model = model_of(SHAPE, weights, *KIND)
+    narrow = weights | {"model.layers.2.mlp.up_proj.weight": torch.ones(47, 32)}
+    with pytest.raises(CheckpointError, match=r"layers\.2\.mlp\.up\.weight of shape \[47, 32\]"):
+        model.update(lambda name: narrow[hf_name(name)])

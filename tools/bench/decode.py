@@ -21,19 +21,22 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
+import torch
+
+from megatron_dmtd.architecture import decoder_tensors, make_schedule
+from megatron_dmtd.architecture import tensors as names
+from megatron_dmtd.architecture.schedule import PARALLEL, SEQUENTIAL
 from megatron_dmtd.cycle import ORDINARY, VANILLA, VARIANTS
 from megatron_dmtd.errors import DMTDError
-from megatron_dmtd.inference import EngineConfig, SamplingParams
-
-# torch and transformers take seconds, which help and refusals need not wait for
-if TYPE_CHECKING:
-    import torch
-
-    from megatron_dmtd.hf import DMTDQwen3Config
-    from megatron_dmtd.inference import Engine
-    from megatron_dmtd.inference.weights import ModelWeights
+from megatron_dmtd.families import hf_name, read_fields
+from megatron_dmtd.hf import DMTDQwen3Config
+from megatron_dmtd.inference import Engine, EngineConfig, SamplingParams
+from megatron_dmtd.inference.native.build import load_kernels
+from megatron_dmtd.inference.ops.linear import DenseLinear
+from megatron_dmtd.inference.ops.matmul import FEW_ROWS, ROW_COUNTS, DenseProduct, fastest_ms
+from megatron_dmtd.inference.ops.protocol import Ops
+from megatron_dmtd.inference.weights import ModelWeights, build_model
 
 #: 1.1 GB of fp32 weights: too large for any cache, small enough for a workstation.
 MODEL = {
@@ -65,7 +68,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, nargs="+", default=[128], help="tokens in the caches at the start")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds of one cycle per kind; one more is not counted")
-    parser.add_argument("--threads", type=int, help="default: torch's own number")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument(
         "--cpu-time",
         action="store_true",
@@ -85,42 +88,34 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def random_model(layers: Sequence[int] | None, matrix_dtype: torch.dtype | None = None) -> tuple[DMTDQwen3Config, ModelWeights]:
+def random_model(layers: Sequence[int] | None, matrix_dtype: torch.dtype = torch.float32) -> tuple[DMTDQwen3Config, ModelWeights]:
     """Weights of one size for all kinds."""
-    import torch
-
-    from megatron_dmtd.hf import DMTDQwen3Config
-    from megatron_dmtd.inference.weights import build_model, model_shape, tensor_shapes
-
     fields = dict(MODEL)
     if layers:
         fields |= {"num_parallel_layers": layers[0], "num_sequential_layers": layers[1]}
     config = DMTDQwen3Config(**fields)
+    description = read_fields(config.to_dict())
     generator = torch.Generator().manual_seed(0)
-    shapes = tensor_shapes(model_shape(config))
+    shapes = decoder_tensors(description.decoder)
 
     def read(name: str) -> torch.Tensor:
-        size = shapes[name]
-        if len(size) == 1:
-            return torch.ones(size)
-        return torch.empty(size).normal_(std=0.02, generator=generator).to(matrix_dtype or torch.float32)
+        size = shapes[name].shape
+        return torch.ones(size) if len(size) == 1 else torch.empty(size).normal_(std=0.02, generator=generator)
 
-    return config, build_model(config, read)
+    return config, build_model(description.schedule, read, matrix_dtype=matrix_dtype)
 
 
 def as_kind(model: ModelWeights, kind: str) -> ModelWeights:
     """The same weights, decoded as `kind`."""
     if kind == VANILLA:
-        return dataclasses.replace(model, method=ORDINARY, shape=dataclasses.replace(model.shape, num_parallel_layers=0))
-    return dataclasses.replace(model, method=dataclasses.replace(model.method, variant=kind))
+        method = ORDINARY
+    else:
+        method = dataclasses.replace(model.method, variant=kind)
+    return dataclasses.replace(model, schedule=make_schedule(model.schedule.decoder, method))
 
 
 def filled_engine(model: ModelWeights, kind: str, starts: Sequence[int], *, max_new: int, options: dict) -> Engine:
     """An engine in the middle of decoding: request i has `starts[i]` tokens in its caches, of random contents."""
-    import torch
-
-    from megatron_dmtd.inference import Engine
-
     longest = max(starts) + max_new + 2 * CYCLE
     config = EngineConfig(
         max_batch=len(starts),
@@ -130,16 +125,16 @@ def filled_engine(model: ModelWeights, kind: str, starts: Sequence[int], *, max_
         **options,
     )
     engine = Engine(as_kind(model, kind), config)
-    for pool in (engine.pools.parallel, engine.pools.sequential):
-        pool.k_LNGET.normal_()
-        pool.v_LNGTE.normal_()
+    for place in (place for group in engine.store.groups.values() for place in group.places):
+        place.k_PGDT.normal_()
+        place.v_PGTD.normal_()
     generator = torch.Generator().manual_seed(1)
     for start in starts:
         prompt = torch.randint(0, 1000, (start + 1,), generator=generator).tolist()
         engine.submit(prompt, max_new_tokens=max_new, params=PARAMS)
     for sequence, start in zip(engine.scheduler.waiting, starts):
         sequence.num_taken = start
-        engine.pools.grow(sequence.tables, engine.method.parallel_entries(start), start)
+        engine.store.grow(sequence.tables, start)
     return engine
 
 
@@ -151,41 +146,37 @@ def cycle_s(engine: Engine) -> float:
     return clock() - start
 
 
+def linears_of(model: ModelWeights, pass_name: str) -> list[DenseLinear]:
+    """What one pass of the schedule multiplies with, but for the head."""
+    return [linear for visit in model.schedule.pass_visits(pass_name) for linear in model.layers[visit.layer].linears]
+
+
 class BareProducts:
     """The matrix products of a cycle and nothing else, through the fastest kernel."""
 
     def __init__(self, model: ModelWeights, batch: int) -> None:
-        from megatron_dmtd.inference.native.build import load_kernels
-        from megatron_dmtd.inference.ops.matmul import FastestMatmul
-
         self.model, self.batch = model, batch
-        sample = [matrix for layer in model.layers[:2] for matrix in layer.matrices]
-        self.fastest = FastestMatmul(load_kernels(), sample, max_rows=max(2 * CYCLE * batch, 8))
+        sample = [linear for layer in model.layers[:2] for linear in layer.linears]
+        self.fastest = DenseProduct(load_kernels(), sample, max_rows=max(2 * CYCLE * batch, 8))
 
-    def _products(self, matrices: Sequence[torch.Tensor], rows: int) -> Callable[[], None]:
-        import torch
-
-        widths = {matrix.shape[1] for matrix in matrices}
-        inputs = {width: torch.randn(rows, width) for width in widths}
-        outputs = {matrix.shape[0]: torch.empty(rows, matrix.shape[0]) for matrix in matrices}
+    def _products(self, linears: Sequence[DenseLinear], rows: int) -> Callable[[], None]:
+        inputs = {width: torch.randn(rows, width) for width in {linear.in_features for linear in linears}}
+        outputs = {width: torch.empty(rows, width) for width in {linear.out_features for linear in linears}}
 
         def run() -> None:
-            for matrix in matrices:
-                self.fastest.into(outputs[matrix.shape[0]], inputs[matrix.shape[1]], matrix, None, None)
+            for linear in linears:
+                self.fastest.into(outputs[linear.out_features], inputs[linear.in_features], linear, None)
 
         return run
 
     def parts(self) -> dict[str, Callable[[], None]]:
         """What cycles are made of."""
-        split = self.model.shape.num_parallel_layers
-        layers = [layer.matrices for layer in self.model.layers]
-        parallel = [matrix for layer in layers[:split] for matrix in layer]
-        sequential = [matrix for layer in layers[split:] for matrix in layer]
+        parallel, sequential = (linears_of(self.model, pass_name) for pass_name in (PARALLEL, SEQUENTIAL))
         return {
             "parallel, one block": self._products(parallel, CYCLE * self.batch),
             "parallel, two blocks": self._products(parallel, 2 * CYCLE * self.batch),
-            "all layers, a token": self._products([*parallel, *sequential, self.model.head_VX], self.batch),
-            "sequential, a token": self._products([*sequential, self.model.head_VX], self.batch),
+            "all layers, a token": self._products([*parallel, *sequential, self.model.head], self.batch),
+            "sequential, a token": self._products([*sequential, self.model.head], self.batch),
         }
 
     @staticmethod
@@ -199,9 +190,8 @@ class BareProducts:
 
 def traffic_limit(model: ModelWeights) -> float:
     """Bytes of weights that a vanilla cycle reads, over those of a cycle with one parallel pass."""
-    split = model.shape.num_parallel_layers
-    parallel = sum(matrix.nbytes for layer in model.layers[:split] for matrix in layer.matrices)
-    sequential = sum(matrix.nbytes for layer in model.layers[split:] for matrix in layer.matrices) + model.head_VX.nbytes
+    parallel = sum(linear.num_bytes for linear in linears_of(model, PARALLEL))
+    sequential = sum(linear.num_bytes for linear in linears_of(model, SEQUENTIAL)) + model.head.num_bytes
     return CYCLE * (parallel + sequential) / (parallel + CYCLE * sequential)
 
 
@@ -265,35 +255,30 @@ def show(figures: list[dict]) -> None:
 
 
 def show_kernels(model: ModelWeights, max_rows: int) -> dict:
-    """The ways of multiplying, and oneDNN's prepacked weights (a second copy) for comparison, by number of rows."""
-    import torch
-
-    from megatron_dmtd.inference.native.build import load_kernels
-    from megatron_dmtd.inference.ops.matmul import FEW_ROWS, ROW_COUNTS, FastestMatmul, fastest_ms
-
-    sample = [matrix for layer in model.layers[:2] for matrix in layer.matrices]
-    fastest = FastestMatmul(load_kernels(), sample, max_rows=max_rows)
+    """The kernels of products, and oneDNN's prepacked weights (a second copy) for comparison, by number of rows."""
+    sample = [linear for layer in model.layers[:2] for linear in layer.linears]
+    fastest = DenseProduct(load_kernels(), sample, max_rows=max_rows)
     table = {}
     for rows in (1, 2, 4, *(rows for rows in (FEW_ROWS, *ROW_COUNTS) if rows <= max_rows)):
-        packed = {id(weight): torch.ops.mkldnn._reorder_linear_weight(weight, rows) for weight in sample}
+        packed = {id(linear): torch.ops.mkldnn._reorder_linear_weight(linear.weight, rows) for linear in sample}
 
-        def onednn(out, x, weight, bias, residual, packed=packed) -> None:
-            torch.ops.mkldnn._linear_pointwise(x, packed[id(weight)], None, "none", [], "")
+        def onednn(out, x, linear, residual, packed=packed) -> None:
+            torch.ops.mkldnn._linear_pointwise(x, packed[id(linear)], None, "none", [], "")
 
-        others = {"onednn prepacked": onednn} if sample[0].dtype == torch.float32 else {}
-        table[rows] = fastest_ms({**fastest.ways, **others}, sample, rows)
+        others = {"onednn prepacked": onednn} if sample[0].weight.dtype == torch.float32 else {}
+        table[rows] = fastest_ms({**fastest.kernels, **others}, sample, rows)
     print(f"products with {len(sample)} matrices of two layers, ms (fastest of a few):")
-    for rows, ways in table.items():
-        print(f"{rows:4} rows  " + "  ".join(f"{name} {ms:.2f}" for name, ms in ways.items()) + f"  -> {fastest.way(rows)}")
+    for rows, times in table.items():
+        figures = "  ".join(f"{name} {ms:.2f}" for name, ms in times.items())
+        print(f"{rows:4} rows  {figures}  -> {fastest.kernel_for(rows)}")
     return table
 
 
 def hf_token_s(config: DMTDQwen3Config, model: ModelWeights, kind: str, context: int) -> float:
     """Seconds per token of Hugging Face generate on the same memory: a call for many tokens less a call for one."""
-    import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from megatron_dmtd.hf import DMTDQwen3Config, DMTDQwen3ForCausalLM
+    from megatron_dmtd.hf import DMTDQwen3ForCausalLM
 
     fields = config.to_dict()
     if kind == VANILLA:
@@ -322,23 +307,18 @@ def hf_token_s(config: DMTDQwen3Config, model: ModelWeights, kind: str, context:
 
 def _unfused(model: ModelWeights) -> dict[str, torch.Tensor]:
     """Hugging Face's names for views of the fused matrices."""
-    shape = model.shape
-    weights = {"model.embed_tokens.weight": model.embedding_VX, "model.norm.weight": model.final_norm_X}
-    weights["lm_head.weight"] = model.head_VX
+    weights = {f"{names.EMBEDDING}.weight": model.embedding_VX, f"{names.FINAL_NORM}.weight": model.final_norm.weight}
     for index, layer in enumerate(model.layers):
-        prefix = f"model.layers.{index}."
-        qkv = layer.qkv.split([shape.query_size, shape.key_size, shape.key_size])
-        weights |= {f"{prefix}self_attn.{name}_proj.weight": matrix for name, matrix in zip("qkv", qkv)}
-        weights |= {f"{prefix}mlp.{name}_proj.weight": half for name, half in zip(("gate", "up"), layer.gate_up.chunk(2))}
-        weights |= {
-            f"{prefix}self_attn.o_proj.weight": layer.o,
-            f"{prefix}mlp.down_proj.weight": layer.down,
-            f"{prefix}input_layernorm.weight": layer.input_norm_X,
-            f"{prefix}post_attention_layernorm.weight": layer.post_norm_X,
-        }
-        if layer.q_norm_E is not None and layer.k_norm_E is not None:
-            weights |= {f"{prefix}self_attn.q_norm.weight": layer.q_norm_E, f"{prefix}self_attn.k_norm.weight": layer.k_norm_E}
-    return weights
+        sizes = layer.spec.attention
+        qkv = layer.qkv.weight.split([sizes.query_size, sizes.key_size, sizes.key_size])
+        parts = dict(zip((names.QUERY, names.KEY, names.VALUE), qkv))
+        parts |= dict(zip((names.GATE, names.UP), layer.gate_up.weight.chunk(2)))
+        parts |= {names.OUTPUT: layer.o.weight, names.DOWN: layer.down.weight}
+        parts |= {names.ATTENTION_NORM: layer.attention_norm.weight, names.MLP_NORM: layer.mlp_norm.weight}
+        if layer.q_norm is not None and layer.k_norm is not None:
+            parts |= {names.QUERY_NORM: layer.q_norm.weight, names.KEY_NORM: layer.k_norm.weight}
+        weights |= {names.layer_name(index, f"{name}.weight"): tensor for name, tensor in parts.items()}
+    return {hf_name(name): tensor for name, tensor in weights.items()} | {"lm_head.weight": model.head.weight}
 
 
 def profile(model: ModelWeights, kind: str, batch: int, context: int, options: argparse.Namespace) -> dict[str, float]:
@@ -346,11 +326,9 @@ def profile(model: ModelWeights, kind: str, batch: int, context: int, options: a
     engine = filled_engine(
         model, kind, [context] * batch, max_new=CYCLE * (options.rounds + 2), options={"kernels": options.kernels}
     )
-    ops, spent_s = engine.runner.native_ops or engine.runner.torch_ops, {}
+    spent_s: dict[str, float] = {}
 
-    def watched(name: str) -> Callable:
-        function = getattr(ops, name)
-
+    def watched(name: str, function: Callable) -> Callable:
         def call(*args, **kwargs):
             start = clock()
             result = function(*args, **kwargs)
@@ -359,9 +337,16 @@ def profile(model: ModelWeights, kind: str, batch: int, context: int, options: a
 
         return call
 
+    choose = engine.runner.forward.ops
+
+    def watched_ops(run) -> Ops:
+        ops = choose(run)
+        for name in ("norm", "linear", "linear_add", "gate", "rotate_and_store", "attend", "head"):
+            setattr(ops, name, watched(name, getattr(ops, name)))
+        return ops
+
     cycle_s(engine)
-    for name in ("norm", "linear", "linear_add", "gate", "rotate_and_store", "attend"):
-        setattr(ops, name, watched(name))
+    engine.runner.forward.ops = watched_ops
     total = sum(cycle_s(engine) for _ in range(options.rounds))
     figures = {name: 1e3 * seconds / options.rounds for name, seconds in spent_s.items()}
     figures["rest"] = 1e3 * total / options.rounds - sum(figures.values())
@@ -398,15 +383,12 @@ def alignment(model: ModelWeights, kind: str, batch: int, context: int, options:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 2 refused."""
     options = arguments(argv)
-    import torch
-
     if options.cpu_time:
         global clock
         clock, options.threads = time.thread_time, 1
-    options.threads = options.threads or torch.get_num_threads()
     torch.set_num_threads(options.threads)
     config, model = random_model(options.layers, getattr(torch, options.matrix_dtype))
-    weight_bytes = sum(matrix.nbytes for layer in model.layers for matrix in layer.matrices) + model.head_VX.nbytes
+    weight_bytes = sum(linear.num_bytes for layer in model.layers for linear in layer.linears) + model.head.num_bytes
     load = os.getloadavg()[0]
     clock_name = "CPU time" if options.cpu_time else "wall time"
     size = f"{weight_bytes / 1e9:.2f} GB of {options.matrix_dtype} weights"

@@ -1,6 +1,6 @@
-"""Who owns which pages of a pool: a free list, owners counted per page, and a law that can be checked at any time.
+"""Who owns which pages of a group: a free list, owners counted per page, and a law that can be checked at any time.
 
-Numbers only. A page holds the K and V of `page_size` consecutive positions of every layer of its half. Pages of a prefix may
+Numbers only. A page holds the K and V of `page_size` consecutive entries of every visit of its group. Pages of a prefix may
 have several owners: requests, and the prefix index. A page is freed when its last owner lets go, exactly once.
 """
 
@@ -11,12 +11,20 @@ from collections.abc import Iterable, Sequence
 
 
 class PageTable:
-    """The pages of one request in one pool, in order of position."""
+    """The pages of one request in one group: entry i is at offset `i % page_size` of page `pages[i // page_size]`."""
 
     __slots__ = ("pages",)
 
     def __init__(self, pages: Iterable[int] = ()) -> None:
         self.pages: list[int] = list(pages)
+
+
+class PageTables(dict[str, PageTable]):
+    """The pages of one request: a table for each group, by its name. Where nothing was taken yet, an empty one."""
+
+    def __missing__(self, name: str) -> PageTable:
+        self[name] = table = PageTable()
+        return table
 
 
 class PagePool:

@@ -1,9 +1,10 @@
-"""Which prefixes have pages in both pools, so that later requests need not compute them again.
+"""Which prefixes have pages in every group of the store, so that later requests need not compute them again.
 
-Numbers only. An entry is one page of tokens after its parent entry, with the pages of both pools. It exists only once both are
-final: for S when its tokens have been taken; for P with shadow history when its blocks are stored (they depend on the cycle heads
-up to the page's end only, since pages hold whole cycles), and with real history when its last cycle has been refreshed. So reuse
-is exact in all variants, and the block of an unfinished cycle, or a cycle not yet refreshed, is never part of it.
+Numbers only. An entry is one page of tokens after its parent entry, with the page of every group that holds them. It exists only
+once all are final: in sequential layers when its tokens have been taken; in parallel ones with shadow history when its blocks are
+stored (they depend on the cycle heads up to the page's end only, since pages hold whole cycles), and with real history when its
+last cycle has been refreshed. So reuse is exact in all variants, and the block of an unfinished cycle, or a cycle not yet
+refreshed, is never part of it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_dmtd.cycle import Method
-from megatron_dmtd.inference.kv.pages import PageTable
-from megatron_dmtd.inference.kv.store import Pools, Tables
+from megatron_dmtd.inference.kv.pages import PageTable, PageTables
+from megatron_dmtd.inference.kv.store import KVStore
 
 ROOT = 0
 
@@ -32,8 +32,8 @@ class _Entry:
     entry_id: int
     parent: int
     tokens: tuple[int, ...]
-    tables: Tables
-    """One page of each pool; none in P for a vanilla model."""
+    tables: PageTables
+    """One page of each group."""
     num_children: int = 0
     last_use: int = 0
     """By the index's clock."""
@@ -44,10 +44,9 @@ class _Entry:
 class PrefixIndex:
     """Entries by (parent, tokens), of which the least recently used ones go first. It is an owner of its pages."""
 
-    def __init__(self, pools: Pools, method: Method) -> None:
-        self.pools, self.method = pools, method
-        self.page_size = pools.sequential.shape.page_size
-        assert self.page_size == method.cycle_start(self.page_size), "pages must hold whole cycles"
+    def __init__(self, store: KVStore) -> None:
+        self.store, self.page_size = store, store.page_size
+        assert self.page_size == store.method.cycle_start(self.page_size), "pages must hold whole cycles"
         self._entries: dict[tuple[int, tuple[int, ...]], _Entry] = {}
         self._by_id: dict[int, _Entry] = {}
         self._next_id = ROOT + 1
@@ -83,23 +82,20 @@ class PrefixIndex:
             heapq.heappush(self._queue, (entry.last_use, entry.entry_id))
             entry.is_queued = True
 
-    def attach(self, tokens: Sequence[int]) -> tuple[Tables, Known]:
+    def attach(self, tokens: Sequence[int]) -> tuple[PageTables, Known]:
         """Shared pages of the longest known prefix of `tokens` but its last one, which must be computed."""
         found = list(self._chain(tokens, (len(tokens) - 1) // self.page_size))
-        tables = Tables(
-            PageTable(page for entry in found for page in entry.tables.parallel.pages),
-            PageTable(page for entry in found for page in entry.tables.sequential.pages),
-        )
-        self.pools.parallel.pages.share(tables.parallel.pages)
-        self.pools.sequential.pages.share(tables.sequential.pages)
+        tables = PageTables()
+        for name in self.store.groups:
+            tables[name] = PageTable(page for entry in found for page in entry.tables[name].pages)
+        self.store.share(tables)
         return tables, Known(found[-1].entry_id, len(found)) if found else Known()
 
     def num_final_pages(self, num_taken: int) -> int:
         """Leading pages of a request whose contents will not change any more."""
-        final = num_taken if self.method.is_vanilla else min(num_taken, self.method.parallel_entries(num_taken))
-        return final // self.page_size
+        return min(num_taken, *self.store.num_entries(num_taken).values()) // self.page_size
 
-    def add(self, tokens: Sequence[int], tables: Tables, num_taken: int, known: Known) -> Known:
+    def add(self, tokens: Sequence[int], tables: PageTables, num_taken: int, known: Known) -> Known:
         """Make the request's final pages known. A page that is known already keeps its first copy.
 
         `known` is what an earlier call for the same request gave, so that work does not grow with its length; if that entry has
@@ -117,11 +113,10 @@ class PrefixIndex:
             self._enqueue(self._by_id[parent])
         return Known(parent, max(known.num_pages, self.num_final_pages(num_taken)))
 
-    def _new_entry(self, key: tuple[int, tuple[int, ...]], tables: Tables, number: int) -> _Entry:
+    def _new_entry(self, key: tuple[int, tuple[int, ...]], tables: PageTables, number: int) -> _Entry:
         pages = slice(number, number + 1)
-        owned = Tables(PageTable(tables.parallel.pages[pages]), PageTable(tables.sequential.pages[pages]))
-        self.pools.parallel.pages.share(owned.parallel.pages)
-        self.pools.sequential.pages.share(owned.sequential.pages)
+        owned = PageTables({name: PageTable(tables[name].pages[pages]) for name in self.store.groups})
+        self.store.share(owned)
         parent, page_tokens = key
         entry = _Entry(self._next_id, parent, page_tokens, owned)
         self._next_id += 1
@@ -164,7 +159,7 @@ class PrefixIndex:
         return None
 
     def _is_sole_owner(self, entry: _Entry) -> bool:
-        return all(self.pools.sequential.pages.num_owners(page) == 1 for page in entry.tables.sequential.pages)
+        return self.store.is_sole_owner(entry.tables)
 
     def _remove(self, entry: _Entry) -> None:
         del self._entries[entry.parent, entry.tokens]
@@ -174,16 +169,16 @@ class PrefixIndex:
             parent.num_children -= 1
             if parent.num_children == 0:
                 self._enqueue(parent)
-        self.pools.release(entry.tables)
+        self.store.release(entry.tables)
 
     def clear(self) -> None:
         """Let go of everything."""
         for entry in self._entries.values():
-            self.pools.release(entry.tables)
+            self.store.release(entry.tables)
         self._entries.clear()
         self._by_id.clear()
         self._queue.clear()
 
-    def owned(self) -> Iterator[Tables]:
-        """What the index owns, for the pools' check."""
+    def owned(self) -> Iterator[PageTables]:
+        """What the index owns, for the store's check."""
         return (entry.tables for entry in self._entries.values())

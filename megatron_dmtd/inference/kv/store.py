@@ -1,111 +1,118 @@
-"""The two caches of decoding: P for the parallel layers, S for the sequential ones, each paged and each with its own law.
+"""The K/V store of decoding: one group of pages for each K/V group of the schedule, asked and returned together.
 
-P holds real K and V (Refresh) or shadow K and V (Norefresh), never both; S holds those of every real token, never a MASK. Which
-entries hold what is the planner's business; this file stores, and knows which pages are whose.
-
-Shape legend: L layers, N pages, G key/value heads, T entries per page, E head size.
+What a group holds, and how many entries a request has there, the schedule says (`architecture.KVGroup`). An entry's address is a
+page and an offset; the position that its key was rotated by is the planner's business alone. This file stores, and knows which
+pages are whose.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 import torch
 
-from megatron_dmtd.inference.kv.pages import PagePool, PageTable
+from megatron_dmtd.architecture import KVGroup, Schedule
+from megatron_dmtd.cycle import Method
+from megatron_dmtd.inference.kv.codec import Codec, EncodedPages, PageShape
+from megatron_dmtd.inference.kv.pages import PagePool, PageTables
+
+#: Numbers of pages, by the name of the group.
+PageCounts = dict[str, int]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PoolShape:
-    """Size of one pool's tensors."""
-
-    num_layers: int
-    num_pages: int
-    num_key_value_heads: int
-    page_size: int
-    head_dim: int
-
-    def page_bytes(self, dtype: torch.dtype) -> int:
-        """Memory of one page: K and V of all layers."""
-        return 2 * self.num_layers * self.num_key_value_heads * self.page_size * self.head_dim * dtype.itemsize
+def page_bytes(schedule: Schedule, codec: Codec, *, page_size: int) -> int:
+    """Memory of one page of every group: K and V of all visits."""
+    return sum(len(group.visits) * codec.page_bytes(page_shape(group, page_size)) for group in schedule.kv_groups)
 
 
-class KeyValuePool:
-    """K and V of one half, and the owners of their pages."""
+def page_shape(group: KVGroup, page_size: int) -> PageShape:
+    """What a page holds of one of the group's visits."""
+    return PageShape(page_size=page_size, num_key_value_heads=group.num_key_value_heads, head_dim=group.head_dim)
+
+
+class GroupStore:
+    """K and V of one group, and the owners of its pages."""
 
     def __init__(
-        self, shape: PoolShape, *, name: str, dtype: torch.dtype, device: torch.device, num_scratch_pages: int = 0
+        self, group: KVGroup, codec: Codec, *, num_pages: int, page_size: int, num_scratch_pages: int, device: torch.device
     ) -> None:
-        """`num_scratch_pages` more pages stand after those of `shape`; they are nobody's, and hold nothing between steps."""
-        self.shape = shape
-        self.pages = PagePool(num_pages=shape.num_pages, page_size=shape.page_size, name=name)
-        pages = (shape.num_layers, shape.num_pages + num_scratch_pages, shape.num_key_value_heads)
-        # Zeros: what a mask hides must not be NaN.
-        self.v_LNGTE = torch.zeros((*pages, shape.page_size, shape.head_dim), dtype=dtype, device=device)
-        if device.type == "cpu":
-            # Keys lie entry beside entry: scores of a page are then sums of whole vectors.
-            self.k_LNGET = torch.zeros((*pages, shape.head_dim, shape.page_size), dtype=dtype)
-        else:
-            # As values do: pages are then gathered in one copy.
-            self.k_LNGET = torch.zeros_like(self.v_LNGTE).transpose(-2, -1)
-
-    def layer_pointers(self, layer: int) -> tuple[int, int]:
-        """Addresses of K and V of one layer."""
-        layer_bytes = self.k_LNGET.stride(0) * self.k_LNGET.itemsize
-        return self.k_LNGET.data_ptr() + layer * layer_bytes, self.v_LNGTE.data_ptr() + layer * layer_bytes
+        self.group = group
+        self.pages = PagePool(num_pages=num_pages, page_size=page_size, name=group.name)
+        shape, total = page_shape(group, page_size), num_pages + num_scratch_pages
+        self.places: tuple[EncodedPages, ...] = tuple(codec.allocate(shape, num_pages=total, device=device) for _ in group.visits)
+        """K and V of each of the group's visits."""
 
 
-@dataclass(slots=True)
-class Tables:
-    """A request's pages in both pools."""
+class KVStore:
+    """All groups. A request's pages are one table per group, so that no request holds a part of what it needs."""
 
-    parallel: PageTable
-    sequential: PageTable
+    def __init__(
+        self,
+        schedule: Schedule,
+        codec: Codec,
+        *,
+        num_pages: int,
+        page_size: int,
+        num_scratch_pages: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Args:
+        schedule: Its K/V groups are the store's.
+        codec: The format of all pages.
+        num_pages: Pages of each group.
+        page_size: Entries per page.
+        num_scratch_pages: More pages after those of each group; they are nobody's, and hold nothing between steps.
+        device: Where the pages are.
+        """
+        self.method: Method = schedule.method
+        self.page_size, self.num_pages, self.num_scratch_pages = page_size, num_pages, num_scratch_pages
+        self.groups: Mapping[str, GroupStore] = {
+            group.name: GroupStore(
+                group,
+                codec,
+                num_pages=num_pages,
+                page_size=page_size,
+                num_scratch_pages=num_scratch_pages,
+                device=torch.device(device),
+            )
+            for group in schedule.kv_groups
+        }
 
-    @classmethod
-    def empty(cls) -> Tables:
-        """No pages."""
-        return cls(PageTable(), PageTable())
+    def num_entries(self, num_tokens: int) -> dict[str, int]:
+        """Entries, by group, of a request that has taken `num_tokens` tokens."""
+        return {name: store.group.num_entries(self.method, num_tokens) for name, store in self.groups.items()}
 
+    def missing(self, tables: PageTables, num_tokens: int) -> PageCounts:
+        """Pages that `tables` lacks to hold `num_tokens` tokens."""
+        entries = self.num_entries(num_tokens)
+        return {name: store.pages.missing(tables[name], entries[name]) for name, store in self.groups.items()}
 
-class Pools:
-    """Both pools, asked and returned together, so that no request holds half of what it needs."""
+    def has_free(self, counts: PageCounts) -> bool:
+        """Whether that many pages are free in every group."""
+        return all(counts[name] <= store.pages.num_free for name, store in self.groups.items())
 
-    def __init__(self, parallel: KeyValuePool, sequential: KeyValuePool) -> None:
-        self.parallel, self.sequential = parallel, sequential
+    def grow(self, tables: PageTables, num_tokens: int) -> None:
+        """Give `tables` the pages that it lacks to hold `num_tokens` tokens."""
+        entries = self.num_entries(num_tokens)
+        for name, store in self.groups.items():
+            store.pages.grow(tables[name], entries[name])
 
-    def _both(self, tables: Tables) -> tuple[tuple[PagePool, PageTable], tuple[PagePool, PageTable]]:
-        return (self.parallel.pages, tables.parallel), (self.sequential.pages, tables.sequential)
+    def share(self, tables: PageTables) -> None:
+        """One more owner for every page of `tables`."""
+        for name, store in self.groups.items():
+            store.pages.share(tables[name].pages)
 
-    def can_ever_hold(self, num_parallel: int, num_sequential: int) -> bool:
-        """Whether a request of that size fits when it is alone."""
-        return (
-            self.parallel.pages.pages_for(num_parallel) <= self.parallel.shape.num_pages
-            and self.sequential.pages.pages_for(num_sequential) <= self.sequential.shape.num_pages
-        )
-
-    def missing(self, tables: Tables, num_parallel: int, num_sequential: int) -> tuple[int, int]:
-        """Pages that `tables` lacks to hold that many entries: in P, in S."""
-        (p_pool, p_table), (s_pool, s_table) = self._both(tables)
-        return p_pool.missing(p_table, num_parallel), s_pool.missing(s_table, num_sequential)
-
-    def has_free(self, num_parallel_pages: int, num_sequential_pages: int) -> bool:
-        """Whether that many pages are free in P and in S."""
-        return num_parallel_pages <= self.parallel.pages.num_free and num_sequential_pages <= self.sequential.pages.num_free
-
-    def grow(self, tables: Tables, num_parallel: int, num_sequential: int) -> None:
-        """Give `tables` the pages that it lacks, in both pools."""
-        for (pool, table), entries in zip(self._both(tables), (num_parallel, num_sequential)):
-            pool.grow(table, entries)
-
-    def release(self, tables: Tables) -> None:
+    def release(self, tables: PageTables) -> None:
         """Return every page of `tables`."""
-        for pool, table in self._both(tables):
-            pool.release_table(table)
+        for name, store in self.groups.items():
+            store.pages.release_table(tables[name])
 
-    def check_integrity(self, tables: Iterable[Tables]) -> None:
-        """Both pools' laws, given everything that owns pages."""
+    def is_sole_owner(self, tables: PageTables) -> bool:
+        """Whether nobody else owns any page of `tables`."""
+        return all(store.pages.num_owners(page) == 1 for name, store in self.groups.items() for page in tables[name].pages)
+
+    def check_integrity(self, tables: Iterable[PageTables]) -> None:
+        """The law of every group's pages, given everything that owns some."""
         owned = list(tables)
-        self.parallel.pages.check_integrity(table.parallel.pages for table in owned)
-        self.sequential.pages.check_integrity(table.sequential.pages for table in owned)
+        for name, store in self.groups.items():
+            store.pages.check_integrity(table[name].pages for table in owned)

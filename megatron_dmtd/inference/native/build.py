@@ -1,6 +1,6 @@
-"""Compile `kernels.c` for this machine, and load it.
+"""Compile the C files of this folder for this machine, and load them.
 
-The library is made anew in a temporary directory for each process, so that it always fits the CPU and nothing is left behind. It
+The library is made again in a temporary directory for each process, so that it always fits the CPU and nothing is left behind. It
 shares torch's OpenMP threads: torch has loaded `libgomp.so.1` before, and the loader gives every later user the same one.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 from megatron_dmtd.errors import CapabilityError
 
-SOURCE = Path(__file__).with_name("kernels.c")
+SOURCES = sorted(Path(__file__).parent.glob("*.c"))
 COMPILERS = ("cc", "gcc")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-lm")
 #: Wide vectors are an option of compilers for x86 only.
@@ -30,7 +30,7 @@ SIGNATURES = {
     "dmtd_norm": [POINTER] * 3 + [INTEGER] * 2 + [FLOAT],
     "dmtd_gate": [POINTER] * 2 + [INTEGER] * 2,
     "dmtd_rotate_and_store": [POINTER] * 9 + [INTEGER] + [POINTER] * 2 + [INTEGER] * 5 + [FLOAT],
-    "dmtd_attend": [POINTER] * 4 + [INTEGER] + [POINTER] * 7 + [INTEGER, POINTER] + [INTEGER] * 4,
+    "dmtd_attend": [POINTER] * 4 + [INTEGER] + [POINTER] * 8 + [INTEGER, POINTER] + [INTEGER] * 4,
 }
 
 
@@ -63,13 +63,13 @@ def load_kernels() -> ctypes.CDLL:
 def _compile(compiler: str, library: Path) -> None:
     failures = []
     for extra in ((WIDE_VECTORS,), ()):
-        command = [compiler, str(SOURCE), "-o", str(library), *FLAGS, *extra]
+        command = [compiler, *map(str, SOURCES), "-o", str(library), *FLAGS, *extra]
         finished = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
         if finished.returncode == 0:
             return
         failures.append(finished.stderr.strip()[-500:])
     raise CapabilityError(
-        found=f"{compiler} cannot compile {SOURCE.name}: {failures[-1]}",
+        found=f"{compiler} cannot compile the native kernels: {failures[-1]}",
         required="a C compiler with OpenMP and vector types",
         remedy="install gcc, or decode with kernels='torch'",
     )

@@ -1,8 +1,9 @@
-"""The arithmetic of a layer in C, for a few rows in fp32 on a CPU. Same methods, and results to rounding, as those of `TorchOps`.
+"""The arithmetic of a pass in compiled C, for a few rows in fp32 on a CPU. The same to rounding as `torch_ops`.
 
-Results live in buffers that the next layer uses again: nothing is allocated in the steady state.
+Results live in buffers that the next visit uses again: nothing is allocated in the steady state.
 
-Shape legend: R rows, F rows that go on, X hidden size, H query heads, G key/value heads, E head size, I feed-forward size.
+Shape legend: R rows of a pass, F rows that leave a visit, X hidden size, H query heads, G key/value heads, D head width, I
+feed-forward width.
 """
 
 from __future__ import annotations
@@ -11,137 +12,152 @@ import ctypes
 
 import torch
 
+from megatron_dmtd.architecture import DecoderSpec
 from megatron_dmtd.errors import CapabilityError
-from megatron_dmtd.inference.kv.store import KeyValuePool
 from megatron_dmtd.inference.native.build import load_kernels
-from megatron_dmtd.inference.ops.matmul import FastestMatmul
-from megatron_dmtd.inference.passes import Pass
-from megatron_dmtd.inference.weights import LayerWeights, ModelShape, ModelWeights
+from megatron_dmtd.inference.ops.linear import DenseLinear, Linear
+from megatron_dmtd.inference.ops.matmul import DenseProduct, Product
+from megatron_dmtd.inference.ops.protocol import LayerVisit
+from megatron_dmtd.inference.passes import ENTRY, POSITION, SLOT, Pass
+from megatron_dmtd.inference.weights import ModelWeights, Norm
 
-#: Entries per page and the head size are walked in whole vectors.
+#: Entries per page and the head width are walked in whole vectors.
 LANES = 16
 #: Rows of one chunk beyond which a pass is a piece of a prompt, and torch's kernels win.
 MAX_ROWS_PER_CHUNK = 16
 
 
-class NativeOps:
-    """Norms, matrices, rotary angles, stores and attention of passes with at most `max_rows` rows."""
+class NativeKernels:
+    """Kernels and buffers for one model, for passes of at most `max_rows` rows."""
 
-    def __init__(
-        self, model: ModelWeights, cos_TE: torch.Tensor, sin_TE: torch.Tensor, matmul: FastestMatmul, *, max_rows: int
-    ) -> None:
-        self.shape, self.cos_TE, self.sin_TE = model.shape, cos_TE, sin_TE
-        self.matmul, self.max_rows = matmul, max_rows
-        self.kernels = load_kernels()
-        shape = self.shape
-        widths = {
-            "norm": shape.hidden_size,
-            "qkv": shape.query_size + 2 * shape.key_size,
-            "attended": shape.query_size,
-            "gate_up": 2 * shape.intermediate_size,
-            "inner": shape.intermediate_size,
-        }
-        # Views for every number of rows: making one takes as long as a small kernel.
-        self._buffers = {
-            name: [buffer[:rows] for rows in range(max_rows + 1)]
-            for name, buffer in ((name, torch.empty(max_rows, width)) for name, width in widths.items())
-        }
-        self._by_width = {widths[name]: name for name in ("qkv", "gate_up")}
+    def __init__(self, model: ModelWeights, *, max_rows: int) -> None:
+        self.max_rows, self.library = max_rows, load_kernels()
+        self.products: dict[type, Product] = {DenseLinear: _dense_product(model, self.library, max_rows)}
+        decoder = model.schedule.decoder
+        self.norms = self._buffers({decoder.hidden_size})
+        self.linears = self._buffers({linear.out_features for layer in model.layers for linear in (layer.qkv, layer.gate_up)})
+        self.gated = self._buffers({layer.spec.mlp.intermediate_size for layer in model.layers})
+        self.attended = self._buffers({layer.spec.attention.query_size for layer in model.layers})
+
+    def _buffers(self, widths: set[int]) -> dict[int, list[torch.Tensor]]:
+        """Memory by width, as views for every number of rows: making one takes as long as a small kernel."""
+        whole = {width: torch.empty(self.max_rows, width) for width in widths}
+        return {width: [buffer[:rows] for rows in range(self.max_rows + 1)] for width, buffer in whole.items()}
 
     @staticmethod
-    def check(shape: ModelShape, *, dtype: torch.dtype, device: torch.device, page_size: int) -> None:
+    def check(decoder: DecoderSpec, *, dtype: torch.dtype, device: torch.device, page_size: int) -> None:
         """Accept a model and a page size, or raise `CapabilityError`."""
         if device.type != "cpu" or dtype != torch.float32:
             raise CapabilityError(
                 found=f"{dtype} on {device}", required="float32 on the CPU", remedy="decode with kernels='torch'"
             )
-        if page_size % LANES or shape.head_dim % LANES:
+        widths = sorted({layer.attention.head_dim for layer in decoder.layers})
+        if page_size % LANES or any(width % LANES for width in widths):
             raise CapabilityError(
-                found=f"pages of {page_size} tokens, heads of {shape.head_dim}",
+                found=f"pages of {page_size} tokens, heads of {' and '.join(map(str, widths))}",
                 required=f"multiples of {LANES}",
                 remedy="choose another page_size, or decode with kernels='torch'",
             )
 
     def takes(self, run: Pass) -> bool:
-        """Whether a pass is small enough for these kernels."""
+        """Whether a pass is small enough."""
         return len(run) <= self.max_rows and run.max_rows_per_chunk <= MAX_ROWS_PER_CHUNK
 
-    def norm(self, x_RX: torch.Tensor, weight_X: torch.Tensor) -> torch.Tensor:
-        """RMSNorm of contiguous rows."""
+
+def _dense_product(model: ModelWeights, library: ctypes.CDLL, max_rows: int) -> DenseProduct:
+    measured_on = [linear for layer in model.layers[:2] for linear in layer.linears if isinstance(linear, DenseLinear)]
+    return DenseProduct(library, measured_on, max_rows=max_rows)
+
+
+class NativeOps:
+    """See `protocol.Ops`."""
+
+    def __init__(self, kernels: NativeKernels, run: Pass) -> None:
+        self._kernels, self._library, self.run = kernels, kernels.library, run
+
+    def norm(self, x_RX: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """See `Ops`. Of contiguous rows."""
         rows, size = x_RX.shape
-        out = self._buffers["norm"][rows]
-        eps = self.shape.norm_eps
-        self.kernels.dmtd_norm(x_RX.data_ptr(), weight_X.data_ptr(), out.data_ptr(), rows, size, eps)
+        out = self._kernels.norms[size][rows]
+        self._library.dmtd_norm(x_RX.data_ptr(), norm.weight.data_ptr(), out.data_ptr(), rows, size, norm.eps)
         return out
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`x @ weight.T + bias`."""
-        rows, columns = x.shape[0], weight.shape[0]
-        name = self._by_width.get(columns)
-        out = torch.empty(rows, columns) if name is None else self._buffers[name][rows]
-        return self.matmul.into(out, x, weight, bias, None)
+    def linear(self, x_RX: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """See `Ops`."""
+        return self._into(self._kernels.linears[linear.out_features][len(x_RX)], x_RX, linear, None)
 
-    def linear_add(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual_RX: torch.Tensor
-    ) -> torch.Tensor:
-        """`residual + x @ weight.T + bias`, in the place of `residual`."""
-        return self.matmul.into(residual_RX, x, weight, bias, residual_RX)
+    def linear_add(self, x: torch.Tensor, linear: Linear, residual_RX: torch.Tensor) -> torch.Tensor:
+        """See `Ops`."""
+        return self._into(residual_RX, x, linear, residual_RX)
+
+    def _into(self, out: torch.Tensor, x: torch.Tensor, linear: Linear, residual: torch.Tensor | None) -> torch.Tensor:
+        return self._kernels.products[type(linear)].into(out, x, linear, residual)
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """`silu(gate) * up`."""
-        out = self._buffers["inner"][gate_up.shape[0]]
-        self.kernels.dmtd_gate(gate_up.data_ptr(), out.data_ptr(), gate_up.shape[0], self.shape.intermediate_size)
+        """See `Ops`."""
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = self._kernels.gated[width][rows]
+        self._library.dmtd_gate(gate_up.data_ptr(), out.data_ptr(), rows, width)
         return out
 
-    def rotate_and_store(
-        self, qkv: torch.Tensor, weights: LayerWeights, run: Pass, pool: KeyValuePool, layer: int
-    ) -> torch.Tensor:
-        """Norm and rotate q and k in place, and store k and v of the rows that are written."""
-        shape, tables, columns = self.shape, run.tables.page_SP, run.column_pointers
-        self.kernels.dmtd_rotate_and_store(
+    def rotate_and_store(self, qkv: torch.Tensor, visit: LayerVisit) -> torch.Tensor:
+        """See `Ops`. In place."""
+        run, weights, sizes, pages = self.run, visit.weights, visit.attention, visit.pages.native
+        addresses, columns = run.addresses(visit.group), run.column_pointers
+        tables = addresses.table.page_SP
+        self._library.dmtd_rotate_and_store(
             qkv.data_ptr(),
-            _pointer(weights.q_norm_E),
-            _pointer(weights.k_norm_E),
-            self.cos_TE.data_ptr(),
-            self.sin_TE.data_ptr(),
-            columns[1],
-            columns[2],
-            columns[6],
+            _pointer(weights.q_norm),
+            _pointer(weights.k_norm),
+            visit.rotary.cos_ND.data_ptr(),
+            visit.rotary.sin_ND.data_ptr(),
+            columns[POSITION],
+            columns[SLOT],
+            columns[ENTRY],
             tables.data_ptr(),
             tables.shape[1],
-            *pool.layer_pointers(layer),
+            pages.k,
+            pages.v,
             qkv.shape[0],
-            shape.num_heads,
-            shape.num_key_value_heads,
-            shape.head_dim,
+            sizes.num_attention_heads,
+            sizes.num_key_value_heads,
+            sizes.head_dim,
             run.page_size,
-            shape.norm_eps,
+            0.0 if sizes.qk_norm is None else sizes.qk_norm.eps,
         )
         return qkv
 
-    def attend(self, qkv: torch.Tensor, run: Pass, pool: KeyValuePool, layer: int, *, final_only: bool) -> torch.Tensor:
-        """Attention `[F, H * E]` of all rows, or of the final ones."""
-        shape, tables = self.shape, run.tables.page_SP
+    def attend(self, qkv: torch.Tensor, visit: LayerVisit, *, final_only: bool) -> torch.Tensor:
+        """See `Ops`."""
+        run, sizes, pages = self.run, visit.attention, visit.pages.native
+        addresses, columns = run.addresses(visit.group), run.column_pointers
+        tables, first = addresses.table.page_SP, addresses.first_column
         queries = run.final_runs if final_only else run.all_runs
-        out = self._buffers["attended"][queries.row.shape[0]]
-        self.kernels.dmtd_attend(
+        out = self._kernels.attended[sizes.query_size][queries.row.shape[0]]
+        self._library.dmtd_attend(
             qkv.data_ptr(),
-            *pool.layer_pointers(layer),
+            pages.k,
+            pages.v,
             tables.data_ptr(),
             tables.shape[1],
-            *run.column_pointers[2:6],
+            columns[SLOT],
+            *columns[first : first + 4],
             queries.row.data_ptr(),
             queries.query_start.data_ptr(),
             queries.row_start.data_ptr(),
             queries.row_start.shape[0] - 1,
             out.data_ptr(),
-            shape.num_heads,
-            shape.num_key_value_heads,
-            shape.head_dim,
+            sizes.num_attention_heads,
+            sizes.num_key_value_heads,
+            sizes.head_dim,
             run.page_size,
         )
         return out
 
+    def head(self, hidden_FX: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """See `Ops`."""
+        return self._into(torch.empty(len(hidden_FX), linear.out_features), hidden_FX, linear, None)
 
-def _pointer(tensor: torch.Tensor | None) -> int | ctypes.c_void_p:
-    return ctypes.c_void_p() if tensor is None else tensor.data_ptr()
+
+def _pointer(norm: Norm | None) -> int | None:
+    return None if norm is None else norm.weight.data_ptr()

@@ -1,7 +1,7 @@
-"""The arithmetic of a layer in torch: any device, any type, any number of rows. The native kernels are compared with it.
+"""The arithmetic of a pass in torch: any device, type, shape and number of rows. The native kernels are compared with it.
 
-Shape legend: R rows, F rows that go on, X hidden size, H query heads, G key/value heads, E head size, I inner size, B chunks
-with equally many rows, r rows of such a chunk, n pages, T entries per page, K keys.
+Shape legend: R rows of a pass, F rows that leave a visit, X hidden size, H query heads, G key/value heads, D head width, I
+feed-forward width, B chunks of equally many rows, Q queries of such a chunk, K keys.
 """
 
 from __future__ import annotations
@@ -9,104 +9,92 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from megatron_dmtd.inference.kv.store import KeyValuePool
-from megatron_dmtd.inference.passes import Group, Pass
-from megatron_dmtd.inference.static_pass import StaticPass
-from megatron_dmtd.inference.weights import LayerWeights, ModelShape
+from megatron_dmtd.inference.ops.linear import Linear
+from megatron_dmtd.inference.ops.protocol import LayerVisit
+from megatron_dmtd.inference.passes import AttentionBatch, RowsInLayers
+from megatron_dmtd.inference.weights import Norm
 
 
 class TorchOps:
-    """Norms, matrices, rotary angles, stores and attention."""
+    """See `protocol.Ops`."""
 
-    def __init__(self, shape: ModelShape, cos_TE: torch.Tensor, sin_TE: torch.Tensor) -> None:
-        self.shape, self.cos_TE, self.sin_TE = shape, cos_TE, sin_TE
+    def __init__(self, run: RowsInLayers) -> None:
+        self.run = run
 
-    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMSNorm over the last dimension, in fp32 or wider."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.shape.norm_eps)).to(x.dtype)
+    def norm(self, x_RX: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """See `Ops`."""
+        wide = x_RX.to(torch.promote_types(x_RX.dtype, torch.float32))
+        return norm.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)).to(x_RX.dtype)
 
-    def linear(self, x_RX: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`x @ weight.T + bias`."""
-        return functional.linear(x_RX, weight.to(x_RX.dtype), bias)
+    def linear(self, x_RX: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """See `Ops`."""
+        return linear.apply(x_RX)
 
-    def linear_add(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual_RX: torch.Tensor
-    ) -> torch.Tensor:
-        """`residual + x @ weight.T + bias`."""
-        return residual_RX + functional.linear(x, weight.to(x.dtype), bias)
+    def linear_add(self, x: torch.Tensor, linear: Linear, residual_RX: torch.Tensor) -> torch.Tensor:
+        """See `Ops`."""
+        return residual_RX + linear.apply(x)
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """`silu(gate) * up`."""
+        """See `Ops`."""
         gate_RI, up_RI = gate_up.chunk(2, dim=-1)
         return functional.silu(gate_RI) * up_RI
 
-    def rotate_and_store(
-        self, qkv: torch.Tensor, weights: LayerWeights, run: Pass | StaticPass, pool: KeyValuePool, layer: int
-    ) -> torch.Tensor:
-        """Norm and rotate q and k, and store k and v of the rows that are written. Returns the new q, k and v side by side."""
-        shape = self.shape
-        q_RHE, k_RGE, v_RGE = self._heads(qkv)
-        if weights.q_norm_E is not None and weights.k_norm_E is not None:
-            q_RHE, k_RGE = self.norm(q_RHE, weights.q_norm_E), self.norm(k_RGE, weights.k_norm_E)
-        cos_R1E, sin_R1E = self.cos_TE[run.position_R][:, None], self.sin_TE[run.position_R][:, None]
-        q_RHE, k_RGE = _rotated(q_RHE, cos_R1E, sin_R1E), _rotated(k_RGE, cos_R1E, sin_R1E)
-        row, page, entry = run.written
-        pool.k_LNGET[layer, page, :, :, entry] = k_RGE[row]
-        pool.v_LNGTE[layer, page, :, entry] = v_RGE[row]
-        return torch.cat([q_RHE.reshape(-1, shape.query_size), k_RGE.reshape(-1, shape.key_size), qkv[:, -shape.key_size :]], 1)
+    def rotate_and_store(self, qkv: torch.Tensor, visit: LayerVisit) -> torch.Tensor:
+        """See `Ops`."""
+        weights, sizes, position_R = visit.weights, visit.attention, self.run.position_R
+        q_RHD, k_RGD, v_RGD = _heads(qkv, visit)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q_RHD, k_RGD = self.norm(q_RHD, weights.q_norm), self.norm(k_RGD, weights.k_norm)
+        cos_R1D, sin_R1D = visit.rotary.cos_ND[position_R][:, None], visit.rotary.sin_ND[position_R][:, None]
+        q_RHD, k_RGD = _rotated(q_RHD, cos_R1D, sin_R1D), _rotated(k_RGD, cos_R1D, sin_R1D)
+        row, page, offset = self.run.addresses(visit.group).stored
+        visit.pages.write(page, offset, k_RGD[row], v_RGD[row])
+        return torch.cat([q_RHD.reshape(-1, sizes.query_size), k_RGD.reshape(-1, sizes.key_size), qkv[:, -sizes.key_size :]], 1)
 
-    def attend(
-        self, qkv: torch.Tensor, run: Pass | StaticPass, pool: KeyValuePool, layer: int, *, final_only: bool
-    ) -> torch.Tensor:
-        """Attention `[F, H * E]` of all rows, or of the final ones."""
-        q_RHE, k_RGE, v_RGE = self._heads(qkv)
-        groups = run.final_groups if final_only else run.groups
-        parts = [self._attend_group(q_RHE, k_RGE, v_RGE, group, pool, layer) for group in groups]
-        if len(groups) == 1:
+    def attend(self, qkv: torch.Tensor, visit: LayerVisit, *, final_only: bool) -> torch.Tensor:
+        """See `Ops`."""
+        batches = self.run.addresses(visit.group).batches(final_only=final_only)
+        parts = [_attended(_heads(qkv, visit), batch, visit) for batch in batches]
+        if len(batches) == 1:
             return parts[0]
-        attended = torch.empty_like(qkv[:, : self.shape.query_size])
-        for group, part in zip(groups, parts):
-            attended[group.query_Br.flatten()] = part
-        return attended[run.final_F] if final_only else attended
+        attended = torch.empty_like(qkv[:, : visit.attention.query_size])
+        for batch, part in zip(batches, parts):
+            attended[batch.query_BQ.flatten()] = part
+        return attended[self.run.final_R] if final_only else attended
 
-    def _heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        shape = self.shape
-        q, k, v = qkv.split([shape.query_size, shape.key_size, shape.key_size], dim=-1)
-        return tuple(part.unflatten(-1, (-1, shape.head_dim)) for part in (q, k, v))
-
-    def _attend_group(
-        self,
-        q_RHE: torch.Tensor,
-        k_RGE: torch.Tensor,
-        v_RGE: torch.Tensor,
-        group: Group,
-        pool: KeyValuePool,
-        layer: int,
-    ) -> torch.Tensor:
-        """The query heads that share a key head are laid along the sequence, so that no key is copied."""
-        groups, size = k_RGE.shape[1:]
-        k_BGKE = _entries_of(pool.k_LNGET[layer].transpose(-2, -1), group.page_Bn)
-        v_BGKE = _entries_of(pool.v_LNGTE[layer], group.page_Bn)
-        if group.key_Br is not None:
-            k_BGKE = torch.cat([k_BGKE, k_RGE[group.key_Br].transpose(1, 2)], dim=2)
-            v_BGKE = torch.cat([v_BGKE, v_RGE[group.key_Br].transpose(1, 2)], dim=2)
-        heads = q_RHE[group.query_Br].unflatten(2, (groups, -1))  # [B, r, G, H/G, E]
-        folded = heads.permute(0, 2, 3, 1, 4).flatten(2, 3)
-        mask = group.mask_BrK.repeat(1, heads.shape[3], 1)[:, None]
-        out = functional.scaled_dot_product_attention(folded, k_BGKE, v_BGKE, attn_mask=mask)
-        rows = out.unflatten(2, (heads.shape[3], -1)).permute(0, 3, 1, 2, 4)
-        return rows.reshape(-1, groups * heads.shape[3] * size)
+    def head(self, hidden_FX: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """See `Ops`."""
+        return linear.apply(hidden_FX)
 
 
-def _entries_of(pages_NGTE: torch.Tensor, page_Bn: torch.Tensor) -> torch.Tensor:
-    """Entries `[B, G, n * T, E]` of pages, taken key head by key head so that they come to lie side by side in one copy."""
-    groups = pages_NGTE.shape[1]
-    index_BGn = page_Bn[:, None] * groups + torch.arange(groups, device=page_Bn.device)[:, None]
-    return pages_NGTE.flatten(0, 1)[index_BGn].flatten(2, 3)
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _rotated(x_RHE: torch.Tensor, cos_R1E: torch.Tensor, sin_R1E: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding; dimension i pairs with i + E/2."""
-    first, second = x_RHE.chunk(2, dim=-1)
-    return x_RHE * cos_R1E + torch.cat([-second, first], dim=-1) * sin_R1E
+def _heads(qkv: torch.Tensor, visit: LayerVisit) -> Heads:
+    """Q `[R, H, D]`, k and v `[R, G, D]`."""
+    sizes = visit.attention
+    q, k, v = qkv.split([sizes.query_size, sizes.key_size, sizes.key_size], dim=-1)
+    return tuple(part.unflatten(-1, (-1, sizes.head_dim)) for part in (q, k, v))
+
+
+def _attended(heads: Heads, batch: AttentionBatch, visit: LayerVisit) -> torch.Tensor:
+    """The query heads that share a key head are laid along the sequence, so that no key is copied."""
+    q_RHD, k_RGD, v_RGD = heads
+    num_key_heads, head_dim = k_RGD.shape[1:]
+    k_BGKD, v_BGKD = visit.pages.read(batch.page_BP)
+    if batch.local_BN is not None:
+        k_BGKD = torch.cat([k_BGKD, k_RGD[batch.local_BN].transpose(1, 2)], dim=2)
+        v_BGKD = torch.cat([v_BGKD, v_RGD[batch.local_BN].transpose(1, 2)], dim=2)
+    q = q_RHD[batch.query_BQ].unflatten(2, (num_key_heads, -1))  # [B, Q, G, H / G, D]
+    sharing = q.shape[3]
+    folded = q.permute(0, 2, 3, 1, 4).flatten(2, 3)
+    mask = batch.mask_BQK.repeat(1, sharing, 1)[:, None]
+    out = functional.scaled_dot_product_attention(folded, k_BGKD, v_BGKD, attn_mask=mask)
+    rows = out.unflatten(2, (sharing, -1)).permute(0, 3, 1, 2, 4)
+    return rows.reshape(-1, num_key_heads * sharing * head_dim)
+
+
+def _rotated(x_RHD: torch.Tensor, cos_R1D: torch.Tensor, sin_R1D: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding; dimension i pairs with i + D / 2."""
+    first, second = x_RHD.chunk(2, dim=-1)
+    return x_RHD * cos_R1D + torch.cat([-second, first], dim=-1) * sin_R1D

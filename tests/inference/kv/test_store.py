@@ -1,54 +1,82 @@
 import pytest
 import torch
 
-from megatron_dmtd.inference.kv.store import KeyValuePool, Pools, PoolShape, Tables
+from megatron_dmtd.architecture import make_schedule
+from megatron_dmtd.inference.kv.codec import PlainCodec
+from megatron_dmtd.inference.kv.pages import PageTables
+from megatron_dmtd.inference.kv.store import KVStore, page_bytes
+from tests.architecture.decoders import windowed
+from tests.inference.kv.stores import method_of, mixed_store, small_store, taken
 
 
-def pools(parallel_pages: int = 2, sequential_pages: int = 4) -> Pools:
-    def one(name: str, num_pages: int) -> KeyValuePool:
-        shape = PoolShape(num_layers=2, num_pages=num_pages, num_key_value_heads=3, page_size=4, head_dim=8)
-        return KeyValuePool(shape, name=name, dtype=torch.float32, device=torch.device("cpu"))
-
-    return Pools(one("P", parallel_pages), one("S", sequential_pages))
-
-
-def test_tensors_have_a_place_for_every_page_and_start_finite():
-    both = pools()
-    assert both.parallel.k_LNGET.shape == (2, 2, 3, 8, 4)
-    assert both.sequential.v_LNGTE.shape == (2, 4, 3, 4, 8)
-    assert not both.parallel.k_LNGET.any()
-    assert both.parallel.shape.page_bytes(torch.float32) == 2 * 2 * 3 * 4 * 8 * 4 == both.parallel.k_LNGET.nbytes
+def test_there_is_a_group_for_each_of_the_schedules_and_a_place_for_each_of_its_visits():
+    assert {name: len(store.places) for name, store in small_store().groups.items()} == {"parallel": 2, "sequential": 2}
+    assert {name: len(store.places) for name, store in small_store("vanilla").groups.items()} == {"sequential": 4}
+    assert {name: len(store.places) for name, store in mixed_store().groups.items()} == {
+        "parallel/window-6/2x8": 1,
+        "parallel/full/2x8": 1,
+        "sequential/window-6/2x8": 1,
+        "sequential/full/2x8": 1,
+    }
 
 
-def test_missing_pages_are_counted_in_each_pool_by_itself():
-    both, tables = pools(), Tables.empty()
-    assert both.missing(tables, 9, 16) == (3, 4)
-    both.grow(tables, 4, 9)
-    assert both.missing(tables, 8, 16) == (1, 1)
-    assert both.has_free(1, 1)
-    assert not both.has_free(2, 1)
-    assert not both.has_free(1, 2)
-    both.check_integrity([tables])
+def test_a_page_weighs_k_and_v_of_all_visits():
+    schedule = make_schedule(windowed(window=6, pattern=(True, False, True, False)), method_of("causal-refresh"))
+    # K and V, 4 layers, 2 heads of 8, 16 entries
+    assert page_bytes(schedule, PlainCodec(torch.float32), page_size=16) == 2 * 4 * 2 * 8 * 16 * 4
+    assert page_bytes(schedule, PlainCodec(torch.bfloat16), page_size=16) == 2 * 4 * 2 * 8 * 16 * 2
 
 
-def test_a_request_too_large_for_either_pool_can_never_be_held():
-    both = pools()
-    assert both.can_ever_hold(8, 16)
-    assert not both.can_ever_hold(9, 16)
-    assert not both.can_ever_hold(8, 17)
+def test_scratch_pages_are_memory_that_nobody_can_own():
+    schedule = make_schedule(windowed(window=6, pattern=(True,) * 4), method_of("causal-refresh"))
+    store = KVStore(schedule, PlainCodec(torch.float32), num_pages=5, page_size=8, num_scratch_pages=3)
+    for group in store.groups.values():
+        assert group.pages.num_pages == group.pages.num_free == 5
+        assert all(place.v_PGTD.shape == (8, 2, 8, 8) for place in group.places)
 
 
-def test_release_returns_both_halves():
-    both, tables = pools(), Tables.empty()
-    both.grow(tables, 8, 16)
-    both.release(tables)
-    assert (both.parallel.pages.num_free, both.sequential.pages.num_free) == (2, 4)
-    both.check_integrity([tables])
+def test_missing_pages_are_counted_in_each_group_by_its_own_law():
+    store, tables = small_store(page_size=4, num_pages=4), PageTables()
+    assert store.num_entries(9) == {"parallel": 8, "sequential": 9}
+    assert store.missing(tables, 9) == {"parallel": 2, "sequential": 3}
+    store.grow(tables, 5)
+    assert {name: len(table.pages) for name, table in tables.items()} == {"parallel": 1, "sequential": 2}
+    assert store.missing(tables, 9) == {"parallel": 1, "sequential": 1}
+    assert store.has_free({"parallel": 3, "sequential": 2})
+    assert not store.has_free({"parallel": 4, "sequential": 2})
+    assert not store.has_free({"parallel": 3, "sequential": 3})
+    store.check_integrity([tables])
 
 
-def test_the_check_sees_a_page_lost_in_either_pool():
-    both, tables = pools(), Tables.empty()
-    both.grow(tables, 4, 4)
-    tables.parallel.pages.clear()
-    with pytest.raises(AssertionError, match="P: page 0"):
-        both.check_integrity([tables])
+def test_groups_of_one_pass_grow_alike():
+    store = mixed_store(page_size=4)
+    tables = taken(store, 9)
+    assert [len(tables[name].pages) for name in store.groups] == [2, 2, 3, 3]
+    assert store.missing(tables, 13) == dict(zip(store.groups, [1, 1, 1, 1]))
+
+
+def test_release_returns_the_pages_of_every_group():
+    store = mixed_store()
+    tables = taken(store, 20)
+    assert all(group.pages.num_free < 8 for group in store.groups.values())
+    store.release(tables)
+    assert all(group.pages.num_free == 8 for group in store.groups.values())
+    store.check_integrity([tables])
+
+
+def test_shared_pages_have_another_owner_in_every_group():
+    store = mixed_store()
+    tables = taken(store, 20)
+    assert store.is_sole_owner(tables)
+    store.share(tables)
+    assert not store.is_sole_owner(tables)
+    store.check_integrity([tables, tables])
+
+
+@pytest.mark.parametrize("name", ["parallel", "sequential"])
+def test_the_check_sees_a_page_lost_in_any_group(name):
+    store = small_store(page_size=4)
+    tables = taken(store, 9)
+    tables[name].pages.pop(0)
+    with pytest.raises(AssertionError, match=f"{name}: page 0"):
+        store.check_integrity([tables])

@@ -10,7 +10,7 @@ from megatron_dmtd.errors import CapabilityError, ConfigError
 from megatron_dmtd.inference import EngineConfig, SamplingParams
 from megatron_dmtd.inference.native import build
 from megatron_dmtd.inference.native.build import load_kernels
-from megatron_dmtd.inference.ops.matmul import FastestMatmul
+from megatron_dmtd.inference.ops.native_ops import NativeOps
 from tests.hf.tiny import random_ids
 from tests.inference.models import KINDS, PENALTY, Pair
 
@@ -23,48 +23,6 @@ CONFIG = EngineConfig(max_batch=4, max_length=128, cache_tokens=512, chunk_token
 def wide_pairs(tmp_path_factory) -> dict[str, Pair]:
     folder = tmp_path_factory.mktemp("wide")
     return {kind: Pair(folder, kind, qk_norm=kind != "causal-norefresh", dtype=torch.float32, **WIDE) for kind in KINDS}
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 8, 9, 16, 21])
-@pytest.mark.parametrize("way", ["native", "linear", "transposed"])
-def test_every_way_of_multiplying_gives_the_product(rows, way):
-    generator = torch.Generator().manual_seed(rows)
-    x, weight = torch.randn(rows, 53, generator=generator), torch.randn(38, 53, generator=generator)
-    bias, residual = torch.randn(38, generator=generator), torch.randn(rows, 38, generator=generator)
-    fastest = FastestMatmul(load_kernels(), [weight], max_rows=4)
-    product = x.double() @ weight.double().t()
-    for own_bias, own_residual, expected in (
-        (None, None, product),
-        (bias, None, product + bias),
-        (bias, residual.clone(), product + bias + residual),
-        (None, residual.clone(), product + residual),
-    ):
-        out = torch.empty(rows, 38) if own_residual is None else own_residual
-        fastest.ways[way](out, x, weight, own_bias, own_residual)
-        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [8, 9, 33, 64, 65, 130])
-def test_products_in_several_blocks_of_columns_and_rows(rows, dtype):
-    """Above eight rows weights are taken 256 columns at a time, above 64 the rows in parts: two whole blocks and a remainder.
-
-    Level: fp32 sums of 705 products of standard normals, against float64.
-    """
-    generator = torch.Generator().manual_seed(rows)
-    x, weight = torch.randn(rows, 705, generator=generator), torch.randn(41, 705, generator=generator).to(dtype)
-    out = torch.full((rows, 41), torch.nan)
-    is_bf16 = int(dtype == torch.bfloat16)
-    load_kernels().dmtd_matmul(x.data_ptr(), weight.data_ptr(), None, None, out.data_ptr(), rows, 705, 41, is_bf16)
-    torch.testing.assert_close(out.double(), x.double() @ weight.double().t(), rtol=1e-5, atol=1e-4)
-
-
-def test_bfloat16_weights_are_read_as_the_numbers_they_are():
-    generator = torch.Generator().manual_seed(1)
-    x, weight = torch.randn(8, 53, generator=generator), torch.randn(38, 53, generator=generator).bfloat16()
-    out = torch.empty(8, 38)
-    load_kernels().dmtd_matmul(x.data_ptr(), weight.data_ptr(), None, None, out.data_ptr(), 8, 53, 38, 1)
-    torch.testing.assert_close(out.double(), x.double() @ weight.double().t(), rtol=1e-5, atol=1e-5)
 
 
 def test_norm_and_gate_are_those_of_torch_over_the_whole_range():
@@ -99,8 +57,9 @@ def test_bfloat16_matrices_under_fp32_give_the_tokens_of_the_same_weights_in_fp3
     pair.slow.float()
     config = dataclasses.replace(CONFIG, kernels=kernels)
     engine = pair.engine(config, dtype="float32", matrix_dtype="bfloat16")
-    assert engine.model.layers[0].qkv.dtype == engine.model.head_VX.dtype == torch.bfloat16
-    assert engine.model.layers[0].input_norm_X.dtype == engine.pools.sequential.k_LNGET.dtype == torch.float32
+    assert engine.model.layers[0].qkv.weight.dtype == engine.model.head.weight.dtype == torch.bfloat16
+    assert engine.model.layers[0].attention_norm.weight.dtype == torch.float32
+    assert engine.store.groups["sequential"].places[0].v_PGTD.dtype == torch.float32
     prompts = [random_ids(length, seed=length).tolist() for length in (5, 30, 12)]
     params = SamplingParams(ignore_eos=True, repetition_penalty=PENALTY)
     completions = engine.generate(prompts, max_new_tokens=15, params=params)
@@ -110,20 +69,20 @@ def test_bfloat16_matrices_under_fp32_give_the_tokens_of_the_same_weights_in_fp3
 def test_other_mixtures_of_types_are_refused(pairs):
     with pytest.raises(ConfigError, match="matrix_dtype 'float64' with dtype 'float32'"):
         pairs["vanilla"].engine(dtype="float32", matrix_dtype="float64")
-    assert pairs["vanilla"].engine(dtype="float32", matrix_dtype="float32").model.head_VX.dtype == torch.float32
+    assert pairs["vanilla"].engine(dtype="float32", matrix_dtype="float32").model.head.weight.dtype == torch.float32
 
 
 def _count_calls(engine) -> dict[str, int]:
     """How many passes each kind of kernel has served."""
     counts = {"native": 0, "torch": 0}
-    choose = engine.runner._ops
+    choose = engine.runner.forward.ops
 
     def counted(run):
         ops = choose(run)
-        counts["native" if ops is engine.runner.native_ops else "torch"] += 1
+        counts["native" if isinstance(ops, NativeOps) else "torch"] += 1
         return ops
 
-    engine.runner._ops = counted
+    engine.runner.forward.ops = counted
     return counts
 
 
@@ -150,8 +109,10 @@ def test_what_the_kernels_cannot_do_is_refused_or_left_to_torch(pairs, wide_pair
         pair.engine(CONFIG)
     automatic = pair.engine(EngineConfig(max_length=64), dtype="float32")
     assert automatic.kernel_note == "pages of 16 tokens, heads of 8"
-    assert automatic.runner.native_ops is None
-    assert wide_pairs["vanilla"].engine(EngineConfig(max_length=64, kernels="torch"), dtype="float32").runner.native_ops is None
+    assert automatic.runner.forward.native is None
+    assert (
+        wide_pairs["vanilla"].engine(EngineConfig(max_length=64, kernels="torch"), dtype="float32").runner.forward.native is None
+    )
 
 
 def test_a_missing_or_failing_compiler_is_named(monkeypatch):
@@ -161,13 +122,3 @@ def test_a_missing_or_failing_compiler_is_named(monkeypatch):
     monkeypatch.setattr(build, "COMPILERS", ("false",))
     with pytest.raises(CapabilityError, match="cannot compile"):
         build.load_kernels.__wrapped__()
-
-
-def test_few_rows_go_the_native_way_whatever_is_measured_and_more_the_fastest():
-    few = FastestMatmul(load_kernels(), [torch.randn(38, 53)], max_rows=8)
-    assert few.measured_ms == {} and few.way(8) == "native" and few.way(9) == "linear"
-    more = FastestMatmul(load_kernels(), [torch.randn(38, 53)], max_rows=20)
-    assert list(more.measured_ms) == [12, 16, 24]
-    more.measured_ms[16] = {"native": 1.0, "linear": 0.8, "transposed": 0.95}
-    more.measured_ms[24] = {"native": 1.0, "linear": 0.95, "transposed": 2.0}
-    assert [more._choice(rows) for rows in (1, 8, 13, 16, 17, 24)] == ["native", "native", "linear", "linear", "native", "native"]

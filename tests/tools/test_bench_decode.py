@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-PATH = Path(__file__).parents[3] / "tools" / "bench" / "decode.py"
+PATH = Path(__file__).parents[2] / "tools" / "bench" / "decode.py"
 SMALL = ["--layers", "1", "1", "--rounds", "2", "--threads", "1"]
 
 
@@ -60,8 +60,8 @@ def test_the_limit_by_weight_traffic_is_that_of_the_design(bench):
     """Qwen3-4B: 36 layers, 28 of them parallel, and a head that weighs 3.85 layers."""
     bench.MODEL |= {"num_parallel_layers": 28, "num_sequential_layers": 8}
     _, model = bench.random_model(None)
-    layer = sum(matrix.nbytes for matrix in model.layers[0].matrices)
-    head = model.head_VX.nbytes / layer
+    layer = sum(linear.num_bytes for linear in model.layers[0].linears)
+    head = model.head.num_bytes / layer
     assert bench.traffic_limit(model) == pytest.approx(4 * (36 + head) / (28 + 4 * (8 + head)))
 
 

@@ -1,0 +1,81 @@
+"""The arithmetic of a pass, as its implementations share it: torch's (`torch_ops`, static shapes included) and compiled C's
+(`native_ops`). What a visit works on is one object, made once.
+
+Shape legend: R rows of a pass, F rows that leave a visit, X hidden size, H query heads, G key/value heads, D head width, I
+feed-forward width, V vocabulary, N positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatron_dmtd.architecture import AttentionSpec, DecoderSpec, RotaryProfile
+from megatron_dmtd.architecture.rotary import rotary_tables
+from megatron_dmtd.inference.kv.codec import EncodedPages
+from megatron_dmtd.inference.ops.linear import Linear
+from megatron_dmtd.inference.weights import LayerWeights, Norm
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RotaryTable:
+    """Cosines and sines of positions from 0, in the type of activations."""
+
+    cos_ND: torch.Tensor
+    sin_ND: torch.Tensor
+
+
+def rotary_of(
+    decoder: DecoderSpec, num_positions: int, *, dtype: torch.dtype, device: torch.device
+) -> dict[tuple[RotaryProfile, int], RotaryTable]:
+    """A table for each rotary profile and head width that the decoder's layers have."""
+    position_N = torch.arange(num_positions, device=device)
+    tables = {}
+    for profile, head_dim in decoder.rotary_profiles:
+        cos_ND, sin_ND = rotary_tables(position_N, profile, head_dim, dtype)
+        tables[profile, head_dim] = RotaryTable(cos_ND.contiguous(), sin_ND.contiguous())
+    return tables
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class LayerVisit:
+    """One visit of the schedule, with everything that it works on."""
+
+    weights: LayerWeights
+    rotary: RotaryTable
+    group: str
+    """The K/V group that it writes and reads."""
+    pages: EncodedPages
+    """Its K and V there."""
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """Sizes of its heads."""
+        return self.weights.spec.attention
+
+
+class Ops(Protocol):
+    """The arithmetic of one pass. What a method gives may be overwritten by the next call of the same method, except `head`'s."""
+
+    def norm(self, x_RX: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """RMSNorm over the last dimension, in fp32 or wider."""
+
+    def linear(self, x_RX: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """`x @ weight.T + bias`."""
+
+    def linear_add(self, x: torch.Tensor, linear: Linear, residual_RX: torch.Tensor) -> torch.Tensor:
+        """`residual + x @ weight.T + bias`; `residual` may be overwritten."""
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """`silu(gate) * up` of the two side by side."""
+
+    def rotate_and_store(self, qkv: torch.Tensor, visit: LayerVisit) -> torch.Tensor:
+        """Norm and rotate q and k, and store k and v of the rows that are kept. Gives q, k and v side by side again."""
+
+    def attend(self, qkv: torch.Tensor, visit: LayerVisit, *, final_only: bool) -> torch.Tensor:
+        """Attention `[F, H * D]` of all rows, or of the final ones."""
+
+    def head(self, hidden_FX: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """Logits `[F, V]`, in memory of their own."""

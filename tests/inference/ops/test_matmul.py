@@ -1,0 +1,60 @@
+"""Products of few rows: every kernel, and which one is taken."""
+
+import pytest
+import torch
+
+from megatron_dmtd.inference.native.build import load_kernels
+from megatron_dmtd.inference.ops.linear import DenseLinear
+from megatron_dmtd.inference.ops.matmul import DenseProduct
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 8, 9, 16, 21])
+@pytest.mark.parametrize("kernel", ["native", "linear", "transposed"])
+def test_every_kernel_gives_the_product(rows, kernel):
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = torch.randn(rows, 53, generator=generator), torch.randn(38, 53, generator=generator)
+    bias, residual = torch.randn(38, generator=generator), torch.randn(rows, 38, generator=generator)
+    product_of = DenseProduct(load_kernels(), [DenseLinear(weight)], max_rows=4)
+    product = x.double() @ weight.double().t()
+    for own_bias, own_residual, expected in (
+        (None, None, product),
+        (bias, None, product + bias),
+        (bias, residual.clone(), product + bias + residual),
+        (None, residual.clone(), product + residual),
+    ):
+        out = torch.empty(rows, 38) if own_residual is None else own_residual
+        product_of.kernels[kernel](out, x, DenseLinear(weight, own_bias), own_residual)
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [8, 9, 33, 64, 65, 130])
+def test_products_in_several_blocks_of_columns_and_rows(rows, dtype):
+    """Above eight rows weights are taken 256 columns at a time, above 64 the rows in parts: two whole blocks and a remainder.
+
+    Level: fp32 sums of 705 products of standard normals, against float64.
+    """
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = torch.randn(rows, 705, generator=generator), torch.randn(41, 705, generator=generator).to(dtype)
+    out = torch.full((rows, 41), torch.nan)
+    is_bf16 = int(dtype == torch.bfloat16)
+    load_kernels().dmtd_matmul(x.data_ptr(), weight.data_ptr(), None, None, out.data_ptr(), rows, 705, 41, is_bf16)
+    torch.testing.assert_close(out.double(), x.double() @ weight.double().t(), rtol=1e-5, atol=1e-4)
+
+
+def test_bfloat16_weights_are_read_as_the_numbers_they_are():
+    generator = torch.Generator().manual_seed(1)
+    x, weight = torch.randn(8, 53, generator=generator), torch.randn(38, 53, generator=generator).bfloat16()
+    out = torch.empty(8, 38)
+    load_kernels().dmtd_matmul(x.data_ptr(), weight.data_ptr(), None, None, out.data_ptr(), 8, 53, 38, 1)
+    torch.testing.assert_close(out.double(), x.double() @ weight.double().t(), rtol=1e-5, atol=1e-5)
+
+
+def test_few_rows_go_to_our_kernel_whatever_is_measured_and_more_to_the_fastest():
+    few = DenseProduct(load_kernels(), [DenseLinear(torch.randn(38, 53))], max_rows=8)
+    assert few.measured_ms == {} and few.kernel_for(8) == "native" and few.kernel_for(9) == "linear"
+    more = DenseProduct(load_kernels(), [DenseLinear(torch.randn(38, 53))], max_rows=20)
+    assert list(more.measured_ms) == [12, 16, 24]
+    more.measured_ms[16] = {"native": 1.0, "linear": 0.8, "transposed": 0.95}
+    more.measured_ms[24] = {"native": 1.0, "linear": 0.95, "transposed": 2.0}
+    assert [more._choice(rows) for rows in (1, 8, 13, 16, 17, 24)] == ["native", "native", "linear", "linear", "native", "native"]
