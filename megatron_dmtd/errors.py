@@ -11,6 +11,9 @@ from dataclasses import KW_ONLY, dataclass
 class DMTDError(Exception):
     """Base of every error that this library raises on purpose."""
 
+    exit_status = 2
+    """What `tools/train.py` ends with: 2, refused, but for the few errors of a run that had begun."""
+
     def __init__(self, *, found: str, required: str, remedy: str) -> None:
         self.found = found
         self.required = required

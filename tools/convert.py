@@ -18,19 +18,23 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from megatron_dmtd.config import CycleConfig
-from megatron_dmtd.conversion.compare import Comparison, compare
-from megatron_dmtd.conversion.convert import export_hf, import_hf
-from megatron_dmtd.conversion.sources import Source, is_hf_directory, num_parameters, open_source
 from megatron_dmtd.cycle import VARIANTS
 from megatron_dmtd.errors import ConfigError, DMTDError
 from megatron_dmtd.infra.checksums import CHECKSUMS_FILE, has_checksums
+from megatron_dmtd.infra.console import ending_quietly
 from megatron_dmtd.training.checkpoints.paths import find_step_directory
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# torch takes seconds, which help and refusals need not wait for
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_dmtd.conversion.compare import Comparison
+    from megatron_dmtd.conversion.sources import Source
+
+_DTYPES = ("float32", "bfloat16", "float16")
 _CYCLE_OPTIONS = ("num_parallel_layers", "cycle_length", "mask_token_id")
 
 
@@ -53,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     exporting = commands.add_parser("export", help="checkpoint to Hugging Face directory", allow_abbrev=False)
     exporting.add_argument("checkpoint", help="checkpoint, or run directory (its newest checkpoint)")
     exporting.add_argument("output", help="directory to create")
-    exporting.add_argument("--dtype", choices=list(_DTYPES), help="type to store (default: that of the checkpoint)")
+    exporting.add_argument("--dtype", choices=_DTYPES, help="type to store (default: that of the checkpoint)")
     exporting.add_argument(
         "--vanilla", action="store_true", help="export an ordinary decoder that transformers supports by itself"
     )
@@ -67,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     for comparing in (verifying, diffing):
         comparing.add_argument("first", help="Hugging Face directory, checkpoint or run directory")
         comparing.add_argument("second", help="the same, to compare with the first")
-        comparing.add_argument("--dtype", choices=list(_DTYPES), help="cast the first model's weights before comparing")
+        comparing.add_argument("--dtype", choices=_DTYPES, help="cast the first model's weights before comparing")
         comparing.add_argument(
             "--any-method", action="store_true", help="ignore differences in the method, as for a vanilla export"
         )
@@ -91,11 +95,20 @@ def _cycle(arguments: argparse.Namespace) -> CycleConfig | None:
     return CycleConfig(variant=arguments.variant, **given)
 
 
+def _dtype(arguments: argparse.Namespace) -> torch.dtype | None:
+    """The type that --dtype names."""
+    import torch
+
+    return None if arguments.dtype is None else getattr(torch, arguments.dtype)
+
+
 def _type_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def _summary(source: Source) -> str:
+    from megatron_dmtd.conversion.sources import num_parameters
+
     model, cycle = source.model, source.cycle
     types = sorted({_type_name(spec.dtype) for spec in source.stored.values()})
     method: str = cycle.variant
@@ -116,6 +129,8 @@ def _summary(source: Source) -> str:
 
 def _words_on_bytes(path: str, *, verified: bool) -> str:
     """What is known about the integrity of a model's files."""
+    from megatron_dmtd.conversion.sources import is_hf_directory
+
     if is_hf_directory(path):
         return "no checksums in this format"
     if not has_checksums(find_step_directory(path)):
@@ -125,11 +140,15 @@ def _words_on_bytes(path: str, *, verified: bool) -> str:
 
 def _say_if_unverified(path: str, *, verified: bool) -> None:
     """Print a line on standard error about a checkpoint that is read without verification."""
+    from megatron_dmtd.conversion.sources import is_hf_directory
+
     if not is_hf_directory(path) and not (verified and has_checksums(find_step_directory(path))):
         print(f"{path}: {_words_on_bytes(path, verified=verified)}", file=sys.stderr)
 
 
 def _inspect(path: str, *, verify: bool) -> int:
+    from megatron_dmtd.conversion.sources import open_source
+
     source = open_source(path, verify=verify)
     for name, spec in source.stored.items():
         print(f"{_type_name(spec.dtype):9} {list(spec.shape)!s:16} {name}")
@@ -138,12 +157,21 @@ def _inspect(path: str, *, verify: bool) -> int:
     return 0
 
 
+def _import(arguments: argparse.Namespace) -> Source:
+    cycle = _cycle(arguments)
+    from megatron_dmtd.conversion.convert import import_hf
+
+    return import_hf(arguments.hf_directory, arguments.output, cycle=cycle)
+
+
 def _export(arguments: argparse.Namespace) -> Source:
+    from megatron_dmtd.conversion.convert import export_hf
+
     _say_if_unverified(arguments.checkpoint, verified=not arguments.skip_checksums)
     return export_hf(
         arguments.checkpoint,
         arguments.output,
-        dtype=_DTYPES.get(arguments.dtype),
+        dtype=_dtype(arguments),
         as_vanilla=arguments.vanilla,
         tokenizer_dir=arguments.tokenizer,
         verify=not arguments.skip_checksums,
@@ -167,12 +195,14 @@ def _with_sizes(comparison: Comparison) -> list[str]:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
+    from megatron_dmtd.conversion.compare import compare
+    from megatron_dmtd.conversion.sources import open_source
+
     verify, paths = not arguments.skip_checksums, (arguments.first, arguments.second)
     first, second = (open_source(path, verify=verify) for path in paths)
     for path in paths:
         _say_if_unverified(path, verified=verify)
-    dtype = _DTYPES.get(arguments.dtype)
-    comparison = compare(first, second, dtype=dtype, ignore_cycles=arguments.any_method)
+    comparison = compare(first, second, dtype=_dtype(arguments), ignore_cycles=arguments.any_method)
     lines = _names_only(comparison) if arguments.command == "verify" else _with_sizes(comparison)
     verdict = "the same model" if comparison.is_equal else "different"
     print("\n".join((*lines, f"{verdict}: {comparison.num_equal} tensors equal bit for bit")))
@@ -185,7 +215,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command in ("verify", "diff"):
         return _compare(arguments)
     if arguments.command == "import":
-        made = import_hf(arguments.hf_directory, arguments.output, cycle=_cycle(arguments))
+        made = _import(arguments)
     else:
         made = _export(arguments)
     print(_summary(made))
@@ -211,4 +241,4 @@ def _end_on_signal(number: int, frame: object) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _end_on_signal)
-    sys.exit(main())
+    sys.exit(ending_quietly(main))

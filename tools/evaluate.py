@@ -19,13 +19,17 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_dmtd.errors import ConfigError, DataError, DMTDError, Refusal
-from megatron_dmtd.inference import Engine, EngineConfig, SamplingParams, score
-from megatron_dmtd.inference.text import encode, load_tokenizer
+from megatron_dmtd.inference.config import require_directory
+from megatron_dmtd.infra.console import ending_quietly
 from megatron_dmtd.infra.directories import new_directory
 from megatron_dmtd.infra.disk import disk_errors
+
+# torch and transformers take seconds, which help and refusals need not wait for
+if TYPE_CHECKING:
+    from megatron_dmtd.inference import Engine
 
 
 def positive(text: str) -> int:
@@ -80,6 +84,8 @@ def read_documents(options: argparse.Namespace) -> list[list[int]]:
             text = options.text.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(found=f"{options.text}: {error}", required="a text file in UTF-8", remedy="correct --text") from error
+        from megatron_dmtd.inference.text import encode, load_tokenizer
+
         ids = encode(load_tokenizer(Path(options.model)), text)
         starts = range(0, len(ids), options.max_length)
         documents = [ids[start : start + options.max_length] for start in starts][: options.documents]
@@ -94,6 +100,8 @@ def read_documents(options: argparse.Namespace) -> list[list[int]]:
 
 def loss_by_phase(engine: Engine, documents: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Mean loss in nats per token, over all predicted tokens and by the phase of the predicting position."""
+    from megatron_dmtd.inference import score
+
     sums = [0.0] * engine.method.cycle_length
     counts = [0] * engine.method.cycle_length
     for document in documents:
@@ -106,6 +114,8 @@ def loss_by_phase(engine: Engine, documents: Sequence[Sequence[int]]) -> dict[st
 
 def outputs(engine: Engine, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> tuple[list[tuple[int, ...]], float]:
     """Greedy outputs, and their combined tokens per second, including the time for prompts."""
+    from megatron_dmtd.inference import SamplingParams
+
     start = time.perf_counter()
     completions = engine.generate(prompts, max_new_tokens=max_new_tokens, params=SamplingParams(ignore_eos=True))
     seconds = time.perf_counter() - start
@@ -129,6 +139,8 @@ def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) ->
 
 def make_engine(model: str, options: argparse.Namespace, *, batch: int, variant: str | None = None) -> Engine:
     """An engine with room for documents and outputs. Raises `ConfigError` if the model is too short."""
+    from megatron_dmtd.inference import Engine, EngineConfig
+
     config = EngineConfig(max_batch=batch, prefix_caching=False)
     engine = Engine(model, config, dtype=options.dtype, device=options.device, variant=variant)
     needed = max(options.max_length, options.prompt_length + options.max_new_tokens)
@@ -214,6 +226,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.output.exists():
             raise ConfigError(found=f"{options.output} exists", required="a new folder", remedy="choose another --output")
+        for model in filter(None, (options.model, options.reference)):
+            require_directory(Path(model))
         make_parent(options.output)
         results = evaluate(options)
         write_report(results, options.output)
@@ -235,4 +249,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending_quietly(main))

@@ -17,11 +17,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_dmtd.errors import DataError, DMTDError
-from megatron_dmtd.inference import Completion, Engine, EngineConfig, SamplingParams
-from megatron_dmtd.inference.text import encode, load_tokenizer
-from megatron_dmtd.infra.console import silence_stdout
+from megatron_dmtd.inference import EngineConfig, SamplingParams
+from megatron_dmtd.inference.config import require_directory
+from megatron_dmtd.infra.console import ending_quietly
+
+# torch and transformers take seconds, which help and refusals need not wait for
+if TYPE_CHECKING:
+    from megatron_dmtd.inference import Completion, Engine
 
 #: the sampling options: name, type, what it does
 _SAMPLING: tuple[tuple[str, type, str], ...] = (
@@ -130,8 +135,14 @@ def print_stats(engine: Engine, seconds: float) -> None:
 def run(options: argparse.Namespace) -> int:
     """Generate. Returns 1 if a prompt was refused."""
     prompts, params = read_prompts(options), sampling_params(options)
-    tokenizer = load_tokenizer(Path(options.model))
+    params.check(sys.maxsize)  # what is wrong with any model
     config = EngineConfig(max_batch=options.max_batch, max_length=options.max_length)
+    config.check()
+    require_directory(Path(options.model))
+    from megatron_dmtd.inference import Engine
+    from megatron_dmtd.inference.text import encode, load_tokenizer
+
+    tokenizer = load_tokenizer(Path(options.model))
     variant = "vanilla" if options.vanilla else None
     engine = Engine(
         options.model,
@@ -180,20 +191,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a character that the terminal cannot show must not stop the output
     try:
-        status = run(arguments(argv))
-        sys.stdout.flush()
-        return status
+        return run(arguments(argv))
     except DMTDError as error:
         print(f"{type(error).__name__}\n{error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # The reader is gone (`| head`); what Python flushes at exit must go somewhere.
-        silence_stdout()
-        return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending_quietly(main))

@@ -17,6 +17,7 @@ from megatron_dmtd.config.load import RawHelp
 from megatron_dmtd.config.sections import Variant
 from megatron_dmtd.cycle import VANILLA, decoding_picture, history_picture, mask_picture, save_mask_png
 from megatron_dmtd.errors import ConfigError, DMTDError, Refusal
+from megatron_dmtd.infra.console import ending_quietly
 from megatron_dmtd.infra.disk import disk_errors
 
 EXAMPLES = """examples:
@@ -111,4 +112,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending_quietly(main))

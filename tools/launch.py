@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megatron_dmtd.config import load_config
 from megatron_dmtd.errors import DMTDError
+from megatron_dmtd.infra.console import ending_quietly
 from megatron_dmtd.launch.cost import estimate
 from megatron_dmtd.launch.job import Job, read_job
 from megatron_dmtd.launch.site import Site, read_site
@@ -80,4 +81,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending_quietly(main))

@@ -11,6 +11,7 @@ import sys
 
 from megatron_dmtd.config import make_parser, parse, to_config
 from megatron_dmtd.errors import DMTDError
+from megatron_dmtd.infra.console import ending_quietly
 from megatron_dmtd.training.plan import describe, make_plan, require_memory, to_dict
 
 
@@ -36,4 +37,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending_quietly(main))

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dmtd.errors import ConfigError, DMTDError
-from megatron_dmtd.launch.preflight import FAILED, Job, describe, run_preflight, write_result
 from megatron_dmtd.launch.verdict import Limits
 
 
@@ -32,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--max-clock-skew-s", type=float, default=2.0, help="largest acceptable difference between clocks (default: %(default)s)")
     add("--timeout-s", type=float, default=120.0, help="time limit of each phase (default: %(default)s)")
     parsed = parser.parse_args(arguments)
+    # torch takes seconds, which help and refusals need not wait for
+    from megatron_dmtd.launch.preflight import FAILED, Job, describe, run_preflight, write_result
+
     hosts = parsed.hosts.split(",")
     job = Job(
         rank=int(os.environ["RANK"]),

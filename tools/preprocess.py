@@ -28,6 +28,7 @@ from megatron_dmtd.data.corpora.documents import RecordKeys
 from megatron_dmtd.data.corpora.preprocess import PreprocessOptions, Result, preprocess
 from megatron_dmtd.data.corpora.sources import open_inputs
 from megatron_dmtd.errors import DMTDError
+from megatron_dmtd.infra.console import ending_quietly
 
 _INPUTS = (
     "any number and mixture of .jsonl files (also .jsonl.gz and .jsonl.zst), .parquet files, glob patterns of these, folders of "
@@ -213,4 +214,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending_quietly(main))

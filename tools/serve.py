@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dmtd.errors import ConfigError, DMTDError, Refusal
-from megatron_dmtd.inference import Engine, EngineConfig
-from megatron_dmtd.inference.text import load_tokenizer
+from megatron_dmtd.inference import EngineConfig
+from megatron_dmtd.inference.config import require_directory
 from megatron_dmtd.infra.json_files import read_object
 
 #: a model's own sampling defaults
@@ -106,16 +106,24 @@ def sampling_defaults(directory: Path) -> dict[str, float]:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until told to stop."""
+    key, listening = api_key(options.api_key_file), bound_socket(options.host, options.port)
+    engine_config = EngineConfig(
+        max_batch=options.max_batch, max_length=options.max_length, cache_bytes=int(options.cache_gib * 2**30)
+    )
+    engine_config.check()
+    require_directory(options.model)
+    # torch and transformers take seconds, which help and refusals need not wait for
     import uvicorn
 
+    from megatron_dmtd.inference import Engine
+    from megatron_dmtd.inference.text import load_tokenizer
     from megatron_dmtd.serving.app import ServerConfig, make_app
     from megatron_dmtd.serving.worker import Worker
 
-    key, listening = api_key(options.api_key_file), bound_socket(options.host, options.port)
     tokenizer, defaults = load_tokenizer(options.model), sampling_defaults(options.model)
     engine = Engine(
         options.model,
-        EngineConfig(max_batch=options.max_batch, max_length=options.max_length, cache_bytes=int(options.cache_gib * 2**30)),
+        engine_config,
         dtype=options.dtype,
         matrix_dtype=options.matrix_dtype,
         device=options.device,

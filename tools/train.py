@@ -9,31 +9,24 @@ stop it (docs/fault_tolerance.md).
 """
 
 # Helper processes may import this file, and signals must be handled from the start: import nothing heavy at the top.
+import os
 import sys
 
 from megatron_dmtd.training import exit_codes
 from megatron_dmtd.training.health.signals import StopRequested, StopSignals
 
 
-def _status_of(error: Exception) -> int:
-    from megatron_dmtd.training.checkpoints.saving import SaveError
-    from megatron_dmtd.training.health.non_finite import BadNumbers
-    from megatron_dmtd.training.log import LogError
-
-    statuses = {BadNumbers: exit_codes.BAD_NUMBERS, SaveError: exit_codes.NOT_SAVED, LogError: exit_codes.NOT_LOGGED}
-    return statuses.get(type(error), exit_codes.REFUSED)
-
-
 def main() -> int:
     """Exit status: see `megatron_dmtd/training/exit_codes.py`."""
     signals = StopSignals()
     signals.install()
-    from megatron_dmtd.config import make_parser, parse, to_config
+    from megatron_dmtd.config import make_parser, parse, to_config, validate
     from megatron_dmtd.errors import DMTDError
 
     status = exit_codes.DONE
     try:
         config = to_config(parse(make_parser(description=f"{__doc__}\n{exit_codes.describe()}")))
+        validate(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
         from megatron_dmtd.platform import prepare_megatron
 
         platform = prepare_megatron()
@@ -48,7 +41,7 @@ def main() -> int:
         shut_down()
     except DMTDError as error:
         print(f"{type(error).__name__}\n{error}", file=sys.stderr)
-        status = _status_of(error)
+        status = error.exit_status
     # A launcher signals the remaining ranks once the first one has exited.
     signals.run_is_over()
     return status

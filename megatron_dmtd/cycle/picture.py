@@ -18,8 +18,15 @@ from megatron_dmtd.infra.files import replacing
 
 SEEN, UNSEEN = "#", "."
 
-#: RGB of a key that is seen: a real slot, a shadow cycle head, a shadow MASK slot
-REAL_COLOUR, HEAD_COLOUR, MASK_COLOUR = (56, 117, 179), (217, 102, 13), (250, 184, 107)
+#: RGB of a key that is seen: a real slot, a shadow cycle head, a shadow MASK slot; and of one that is not
+REAL_COLOUR, HEAD_COLOUR, MASK_COLOUR, UNSEEN_COLOUR = (56, 117, 179), (217, 102, 13), (250, 184, 107), (255, 255, 255)
+#: what each colour means
+LEGEND = {
+    REAL_COLOUR: "reads a token of the real stream",
+    HEAD_COLOUR: "reads a cycle head of the shadow stream",
+    MASK_COLOUR: "reads MASK in the shadow stream",
+    UNSEEN_COLOUR: "does not read it",
+}
 
 
 class MaskGrid(NamedTuple):
@@ -167,6 +174,7 @@ def save_mask_png(
     """Draw the same grid to the PNG file `path`. Raises `CapabilityError` without matplotlib."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
     except ImportError as error:
         raise CapabilityError(
             found="matplotlib cannot be imported",
@@ -175,9 +183,10 @@ def save_mask_png(
         ) from error
     grid = mask_grid(document_lengths, variant=variant, cycle_length=cycle_length, window=window)
     slots, size = grid.keys, len(grid.sees)
-    figure = Figure(figsize=(2.2 + 0.21 * size, 1.6 + 0.21 * size), dpi=100, layout="constrained")
+    figure = Figure(figsize=(max(2.2 + 0.21 * size, 4), 2.4 + 0.21 * size), dpi=100, layout="constrained")
     axes = figure.add_subplot()
-    axes.imshow(_colours(grid), interpolation="nearest")
+    image = colours(grid)
+    axes.imshow(image, interpolation="nearest")
     limit = "" if window is None else f", window of {window}"
     axes.set_title(f"{variant}, cycles of {cycle_length}{limit}: rows read columns", fontsize=9)
     axes.set_xticks(range(size), _names(slots, cycle_length), rotation=90, fontsize=7)
@@ -189,9 +198,20 @@ def save_mask_png(
             width = 1.6 if _starts_stream(slots, slot) or _starts_document(slots, slot) else 0.5
             axes.axhline(slot - 0.5, color="black", linewidth=width)
             axes.axvline(slot - 0.5, color="black", linewidth=width)
+    patches = [
+        Patch(facecolor="#" + bytes(colour).hex(), edgecolor="black", linewidth=0.5, label=meaning)
+        for colour, meaning in legend(image).items()
+    ]
+    figure.legend(handles=patches, loc="outside lower center", fontsize=7)
     # A partly written picture never appears under the requested name.
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png", metadata={"Software": None})
+
+
+def legend(image: np.ndarray) -> dict[tuple[int, ...], str]:
+    """What the colours of an image [rows, columns, 3] mean."""
+    shown = {tuple(colour) for colour in image.reshape(-1, 3).tolist()}
+    return {colour: meaning for colour, meaning in LEGEND.items() if colour in shown}
 
 
 def _axis_title(slots: Slots) -> str:
@@ -199,9 +219,9 @@ def _axis_title(slots: Slots) -> str:
     return ", then ".join(streams)
 
 
-def _colours(grid: MaskGrid) -> np.ndarray:
+def colours(grid: MaskGrid) -> np.ndarray:
     """RGB image [rows, columns, 3], uint8: white unseen, blue a real key, orange a shadow head, light orange a MASK slot."""
-    image = np.full((*grid.sees.shape, 3), 255, dtype=np.uint8)
+    image = np.full((*grid.sees.shape, 3), UNSEEN_COLOUR, dtype=np.uint8)
     key_is_real, key_is_token = grid.keys.is_real[None, :], holds_token(grid.keys, grid.cycle_length)[None, :]
     image[grid.sees & key_is_real] = REAL_COLOUR
     image[grid.sees & ~key_is_real & key_is_token] = HEAD_COLOUR

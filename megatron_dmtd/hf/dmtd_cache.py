@@ -3,7 +3,7 @@
 It stores and returns tensors; the model computes them. Rows of a batch may be at different phases, so every row has its own
 length, and entry j of a row holds position j. The file travels with every exported model as remote code.
 
-Shape legend: B rows, R selected rows, C cycle length, T slots, G key/value heads, E head size, X hidden size.
+Shape legend: B rows, R selected rows, C cycle length, N slots of a row, G key/value heads, D head width, X hidden size.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DMTDCache(Cache):
         return [parallel_entries(length, cycle_length=self.cycle_length, history=self.history) for length in self.lengths]
 
     def row(self, layer: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V `[T, G, E]` of one row at one layer, by position."""
+        """K and V `[N, G, D]` of one row at one layer, by position."""
         length = self.layer_lengths(layer)[row]
         keys, values = self._keys[layer], self._values[layer]
         assert keys is not None and values is not None, f"layer {layer} has not been written"
@@ -70,7 +70,7 @@ class DMTDCache(Cache):
         position: torch.Tensor,
         capacity: int,
     ) -> None:
-        """Store K and V `[..., G, E]` at `row` and `position`, two index tensors that broadcast to `[...]`.
+        """Store K and V `[..., G, D]` at `row` and `position`, two index tensors that broadcast to `[...]`.
 
         `capacity` is at least the largest position plus one. Layers and their entries may be on several devices.
         """
@@ -81,7 +81,7 @@ class DMTDCache(Cache):
             store[layer] = buffer
 
     def read(self, layer: int, *, row_R: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V `[R, length, G, E]` of rows in ascending order; the mask has to hide entries past a row's own length."""
+        """K and V `[R, length, G, D]` of rows in ascending order; the mask has to hide entries past a row's own length."""
         keys, values = self._keys[layer], self._values[layer]
         if keys is None or values is None:
             raise AssertionError(f"layer {layer} has not been written")

@@ -3,8 +3,8 @@
 The layers do not depend on cycles, streams or caches: each pass brings its visibility and its key store. The file travels with
 every exported model as remote code.
 
-Shape legend: B rows, T slots, Q query slots, K key slots, H query heads, G key/value heads, E head size, F frequencies, X hidden
-size.
+Shape legend: B rows, N slots of a row, Q query slots, K key slots, H query heads, G key/value heads, M = H / G query heads per
+key/value head, D head width, A = D / 2 frequencies, X hidden size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .dmtd_slots import Visibility
 
 #: Types of rotary embedding whose frequencies do not depend on the sequence length.
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
-#: (layer index, K [B, T, G, E], V of the current slots) -> (K, V) [B, K, G, E] of every slot that attention may read
+#: (layer index, K [B, N, G, D], V of the current slots) -> (K, V) [B, K, G, D] of every slot that attention may read
 KeyValueExchange = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -31,8 +31,8 @@ KeyValueExchange = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tenso
 class Pass:
     """What the layers of one pass share: rotary angles of its slots, visibility, and where K and V go."""
 
-    cos_BTE: torch.Tensor
-    sin_BTE: torch.Tensor
+    cos_BND: torch.Tensor
+    sin_BND: torch.Tensor
     visibility: Visibility
     exchange: KeyValueExchange
     elsewhere: dict[torch.device, Pass] = dataclasses.field(default_factory=dict, repr=False)
@@ -40,12 +40,12 @@ class Pass:
 
     def on(self, device: torch.device) -> Pass:
         """The same pass on `device`. A `device_map` of transformers spreads layers over devices, but moves only hidden states."""
-        if self.cos_BTE.device == device:
+        if self.cos_BND.device == device:
             return self
         if device not in self.elsewhere:
             self.elsewhere[device] = Pass(
-                cos_BTE=self.cos_BTE.to(device),
-                sin_BTE=self.sin_BTE.to(device),
+                cos_BND=self.cos_BND.to(device),
+                sin_BND=self.sin_BND.to(device),
                 visibility=self.visibility.on(device),
                 exchange=self.exchange,
             )
@@ -79,16 +79,16 @@ class DMTDQwen3MLP(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-def rotate(x_BTHE: torch.Tensor, cos_BTE: torch.Tensor, sin_BTE: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding; dimension i pairs with i + E/2."""
-    first, second = x_BTHE.chunk(2, dim=-1)
-    return x_BTHE * cos_BTE[:, :, None] + torch.cat([-second, first], dim=-1) * sin_BTE[:, :, None]
+def rotate(x_BNHD: torch.Tensor, cos_BND: torch.Tensor, sin_BND: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding; dimension i pairs with i + D/2."""
+    first, second = x_BNHD.chunk(2, dim=-1)
+    return x_BNHD * cos_BND[:, :, None] + torch.cat([-second, first], dim=-1) * sin_BND[:, :, None]
 
 
 def attend(
-    q_BQHE: torch.Tensor,
-    k_BKGE: torch.Tensor,
-    v_BKGE: torch.Tensor,
+    q_BQHD: torch.Tensor,
+    k_BKGD: torch.Tensor,
+    v_BKGD: torch.Tensor,
     visibility: Visibility,
     *,
     first_query: int,
@@ -98,15 +98,15 @@ def attend(
 
     Query heads that share a key head are laid out along the sequence, so that no key is copied.
     """
-    batch, _, heads, size = q_BQHE.shape
-    groups = k_BKGE.shape[2]
-    k_BGKE, v_BGKE = k_BKGE.transpose(1, 2), v_BKGE.transpose(1, 2)
+    batch, _, heads, size = q_BQHD.shape
+    groups = k_BKGD.shape[2]
+    k_BGKD, v_BGKD = k_BKGD.transpose(1, 2), v_BKGD.transpose(1, 2)
     outputs = []
-    for start, stop, mask_bQK in visibility.blocks(first_query, window):
-        block = q_BQHE[:, start - first_query : stop - first_query].unflatten(2, (groups, heads // groups))
-        folded = block.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, G, H/G * Q, E]
-        mask = mask_bQK.repeat(1, heads // groups, 1)[:, None]
-        out = functional.scaled_dot_product_attention(folded, k_BGKE, v_BGKE, attn_mask=mask)
+    for start, stop, mask_BQK in visibility.blocks(first_query, window):
+        block = q_BQHD[:, start - first_query : stop - first_query].unflatten(2, (groups, heads // groups))
+        folded = block.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, G, M * Q, D]
+        mask = mask_BQK.repeat(1, heads // groups, 1)[:, None]
+        out = functional.scaled_dot_product_attention(folded, k_BGKD, v_BGKD, attn_mask=mask)
         outputs.append(out.unflatten(2, (heads // groups, stop - start)).permute(0, 3, 1, 2, 4))
     return torch.cat(outputs, dim=1).reshape(batch, -1, heads, size)
 
@@ -130,17 +130,17 @@ class DMTDQwen3Attention(nn.Module):
             self.q_norm = DMTDQwen3RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = DMTDQwen3RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def forward(self, x_BTX: torch.Tensor, run: Pass, *, num_key_only: int) -> torch.Tensor:
-        q_BQHE = self.q_proj(x_BTX[:, num_key_only:]).unflatten(-1, (-1, self.head_dim))
-        k_BTGE = self.k_proj(x_BTX).unflatten(-1, (-1, self.head_dim))
-        v_BTGE = self.v_proj(x_BTX).unflatten(-1, (-1, self.head_dim))
+    def forward(self, x_BNX: torch.Tensor, run: Pass, *, num_key_only: int) -> torch.Tensor:
+        q_BQHD = self.q_proj(x_BNX[:, num_key_only:]).unflatten(-1, (-1, self.head_dim))
+        k_BNGD = self.k_proj(x_BNX).unflatten(-1, (-1, self.head_dim))
+        v_BNGD = self.v_proj(x_BNX).unflatten(-1, (-1, self.head_dim))
         if self.has_qk_norm:
-            q_BQHE, k_BTGE = self.q_norm(q_BQHE), self.k_norm(k_BTGE)
-        q_BQHE = rotate(q_BQHE, run.cos_BTE[:, num_key_only:], run.sin_BTE[:, num_key_only:])
-        k_BTGE = rotate(k_BTGE, run.cos_BTE, run.sin_BTE)
-        k_BKGE, v_BKGE = run.exchange(self.layer, k_BTGE, v_BTGE)
-        out_BQHE = attend(q_BQHE, k_BKGE, v_BKGE, run.visibility, first_query=num_key_only, window=self.window)
-        return self.o_proj(out_BQHE.flatten(2))
+            q_BQHD, k_BNGD = self.q_norm(q_BQHD), self.k_norm(k_BNGD)
+        q_BQHD = rotate(q_BQHD, run.cos_BND[:, num_key_only:], run.sin_BND[:, num_key_only:])
+        k_BNGD = rotate(k_BNGD, run.cos_BND, run.sin_BND)
+        k_BKGD, v_BKGD = run.exchange(self.layer, k_BNGD, v_BNGD)
+        out_BQHD = attend(q_BQHD, k_BKGD, v_BKGD, run.visibility, first_query=num_key_only, window=self.window)
+        return self.o_proj(out_BQHD.flatten(2))
 
 
 class DMTDQwen3DecoderLayer(nn.Module):
@@ -153,11 +153,11 @@ class DMTDQwen3DecoderLayer(nn.Module):
         self.input_layernorm = DMTDQwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = DMTDQwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, hidden_BTX: torch.Tensor, run: Pass, *, num_key_only: int = 0) -> torch.Tensor:
+    def forward(self, hidden_BNX: torch.Tensor, run: Pass, *, num_key_only: int = 0) -> torch.Tensor:
         """Only K and V are computed for the first `num_key_only` slots; the hidden states of the others are returned."""
-        run = run.on(hidden_BTX.device)
-        attended_BQX = self.self_attn(self.input_layernorm(hidden_BTX), run, num_key_only=num_key_only)
-        hidden_BQX = hidden_BTX[:, num_key_only:] + attended_BQX
+        run = run.on(hidden_BNX.device)
+        attended_BQX = self.self_attn(self.input_layernorm(hidden_BNX), run, num_key_only=num_key_only)
+        hidden_BQX = hidden_BNX[:, num_key_only:] + attended_BQX
         return hidden_BQX + self.mlp(self.post_attention_layernorm(hidden_BQX))
 
 
@@ -187,16 +187,16 @@ class RotaryAngles:
         key = (device, dtype)
         if key not in self._inverse:
             if self.rope_type == "default":
-                exponent_F = torch.arange(0, self.config.head_dim, 2, dtype=torch.int64).to(dtype) / self.config.head_dim
-                self._inverse[key] = (1.0 / (self.theta**exponent_F)).to(device), 1.0
+                exponent_A = torch.arange(0, self.config.head_dim, 2, dtype=torch.int64).to(dtype) / self.config.head_dim
+                self._inverse[key] = (1.0 / (self.theta**exponent_A)).to(device), 1.0
             else:
-                inverse_F, scale = ROPE_INIT_FUNCTIONS[self.rope_type](self.config, torch.device("cpu"))
-                self._inverse[key] = inverse_F.to(device=device, dtype=dtype), scale
+                inverse_A, scale = ROPE_INIT_FUNCTIONS[self.rope_type](self.config, torch.device("cpu"))
+                self._inverse[key] = inverse_A.to(device=device, dtype=dtype), scale
         return self._inverse[key]
 
-    def __call__(self, position_BT: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(cos, sin)`, each `[B, T, E]`, computed in fp32 or wider and returned in `dtype`."""
+    def __call__(self, position_BN: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(cos, sin)`, each `[B, N, D]`, computed in fp32 or wider and returned in `dtype`."""
         wide = torch.promote_types(dtype, torch.float32)
-        inverse_F, scale = self._frequencies(position_BT.device, wide)
-        angle_BTE = (position_BT[:, :, None].to(wide) * inverse_F).repeat(1, 1, 2)
-        return (angle_BTE.cos() * scale).to(dtype), (angle_BTE.sin() * scale).to(dtype)
+        inverse_A, scale = self._frequencies(position_BN.device, wide)
+        angle_BND = (position_BN[:, :, None].to(wide) * inverse_A).repeat(1, 1, 2)
+        return (angle_BND.cos() * scale).to(dtype), (angle_BND.sin() * scale).to(dtype)

@@ -6,8 +6,8 @@ exported siblings, and does not depend on Megatron. Weight names are exactly tho
 Source: megatron_dmtd's docs/method.md, sections 1 to 5, for `DMTDQwen3Model._prompt` (any number of tokens at once), and
 docs/method.md, sections 6 to 10, for `_step` (one token).
 
-Shape legend: B rows, n columns of the caller's ids, M tokens among them, N slots of the cycle-complete layout, R rows at a cycle
-head, C cycle length, T slots, E head size, X hidden size, V vocabulary.
+Shape legend: B rows, W columns of the caller's ids, R selected entries of them or rows at a cycle head, N slots of a row (of one
+stream, or of both), C cycle length, X hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class DMTDQwen3Model(DMTDQwen3PreTrainedModel):
         cache: DMTDCache | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        """Hidden states `[B, n, X]` after the final norm; zeros at padding. Arguments as `DMTDQwen3ForCausalLM.forward`."""
+        """Hidden states `[B, W, X]` after the final norm; zeros at padding. Arguments as `DMTDQwen3ForCausalLM.forward`."""
         check_arguments(input_ids, inputs_embeds, kwargs)
         assert input_ids is not None
         cache = choose_cache(cache, past_key_values, use_cache, self.config)
@@ -89,36 +89,36 @@ class DMTDQwen3Model(DMTDQwen3PreTrainedModel):
             columns = read_columns(input_ids, attention_mask, position_ids)
             if cache is not None:
                 check_prompt(columns)
-            hidden_BnX = self._prompt(input_ids, columns, cache)
+            hidden_BWX = self._prompt(input_ids, columns, cache)
         else:
             check_continuation(cache, input_ids, attention_mask, position_ids)
-            hidden_BnX = torch.cat([self._step(ids_B, cache) for ids_B in input_ids.unbind(dim=1)], dim=1)
+            hidden_BWX = torch.cat([self._step(ids_B, cache) for ids_B in input_ids.unbind(dim=1)], dim=1)
         fields: dict[str, Any] = {CACHE_FIELD: cache}
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_BnX), **fields)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_BWX), **fields)
 
     # Any number of tokens at once: docs/method.md, sections 1 to 5.
 
-    def _prompt(self, input_ids_Bn: torch.Tensor, columns: Columns, cache: DMTDCache | None) -> torch.Tensor:
-        """Hidden states `[B, n, X]` by the training rules; an empty `cache` is filled in passing."""
+    def _prompt(self, input_ids_BW: torch.Tensor, columns: Columns, cache: DMTDCache | None) -> torch.Tensor:
+        """Hidden states `[B, W, X]` by the training rules; an empty `cache` is filled in passing."""
         if cache is not None:
-            cache.lengths, cache.num_columns = columns.lengths(), input_ids_Bn.shape[1]
-        layout = complete_layout(input_ids_Bn, columns, self.config)
+            cache.lengths, cache.num_columns = columns.lengths(), input_ids_BW.shape[1]
+        layout = complete_layout(input_ids_BW, columns, self.config)
         parallel_BNX = self._parallel_prompt(layout, cache)
         if cache is not None:
             self._keep_current_cycle(layout, parallel_BNX, cache)
-        hidden_BnX = self.embed_tokens(input_ids_Bn) + layout.take_columns(parallel_BNX)
-        row_M, column_M = columns.is_token_Bn.nonzero(as_tuple=True)
+        hidden_BWX = self.embed_tokens(input_ids_BW) + layout.take_columns(parallel_BNX)
+        row_R, column_R = columns.is_token_BW.nonzero(as_tuple=True)
 
         def exchange(layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             if cache is not None:
-                position_M, capacity = columns.position_Bn[row_M, column_M], max(cache.lengths)
-                token_M = row_M.to(key.device), column_M.to(key.device)
-                tokens_k, tokens_v = key[token_M], value[token_M]
-                cache.write(layer, tokens_k, tokens_v, row=row_M, position=position_M, capacity=capacity)
+                position_R, capacity = columns.position_BW[row_R, column_R], max(cache.lengths)
+                token_R = row_R.to(key.device), column_R.to(key.device)
+                tokens_k, tokens_v = key[token_R], value[token_R]
+                cache.write(layer, tokens_k, tokens_v, row=row_R, position=position_R, capacity=capacity)
             return key, value
 
-        hidden_BnX = self._sequential(hidden_BnX, columns.slots(), columns.slots(), exchange)
-        return hidden_BnX.masked_fill(~columns.is_token_Bn.to(hidden_BnX.device)[:, :, None], 0.0)
+        hidden_BWX = self._sequential(hidden_BWX, columns.slots(), columns.slots(), exchange)
+        return hidden_BWX.masked_fill(~columns.is_token_BW.to(hidden_BWX.device)[:, :, None], 0.0)
 
     def _parallel_prompt(self, layout: CompleteLayout, cache: DMTDCache | None) -> torch.Tensor:
         """Shadow hidden states `[B, N, X]` after the last parallel layer.
@@ -127,23 +127,23 @@ class DMTDQwen3Model(DMTDQwen3PreTrainedModel):
         cycle have none.
         """
         num_slots = layout.tokens_BN.shape[1]
-        ids_BT, slots = self._shadow_ids(layout.tokens_BN, layout.position_BN), layout.slots(is_real=False)
+        ids_BN, slots = self._shadow_ids(layout.tokens_BN, layout.position_BN), layout.slots(is_real=False)
         num_real = 0
         if self.config.dmtd_history_mode == "real" and bool((layout.position_BN >= self.config.mtp_horizon).any()):
             num_real = num_slots
-            ids_BT = torch.cat([layout.tokens_BN, ids_BT], dim=1)
+            ids_BN = torch.cat([layout.tokens_BN, ids_BN], dim=1)
             slots = layout.slots(is_real=True).followed_by(slots)
         persistent = slice(0, num_real if self.config.dmtd_history_mode == "real" else num_slots)
-        row_B1 = torch.arange(len(ids_BT), device=ids_BT.device)[:, None]
-        position_1T = torch.arange(num_slots, device=ids_BT.device)[None]
+        row_B1 = torch.arange(len(ids_BN), device=ids_BN.device)[:, None]
+        position_1N = torch.arange(num_slots, device=ids_BN.device)[None]
 
         def exchange(layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             if cache is not None and persistent.stop:
                 kept_k, kept_v = key[:, persistent], value[:, persistent]
-                cache.write(layer, kept_k, kept_v, row=row_B1, position=position_1T, capacity=num_slots)
+                cache.write(layer, kept_k, kept_v, row=row_B1, position=position_1N, capacity=num_slots)
             return key, value
 
-        return self._parallel(self.embed_tokens(ids_BT), slots, slots, exchange, num_real=num_real)
+        return self._parallel(self.embed_tokens(ids_BN), slots, slots, exchange, num_real=num_real)
 
     def _keep_current_cycle(self, layout: CompleteLayout, parallel_BNX: torch.Tensor, cache: DMTDCache) -> None:
         """Save the shadow hidden states and the tokens of each row's last cycle (docs/method.md, section 6.2)."""
@@ -189,56 +189,56 @@ class DMTDQwen3Model(DMTDQwen3PreTrainedModel):
         assert cache.shadow_hidden_BCX is not None and cache.cycle_ids_BC is not None
         cycle_length, is_real = self.config.mtp_horizon, self.config.dmtd_history_mode == "real"
         start_R1 = torch.tensor(cache.lengths, device=ids_B.device)[row_R][:, None]
-        position_RT = start_R1 + torch.arange(cycle_length, device=ids_B.device)
-        document_RT = torch.zeros_like(position_RT)
-        block = Slots.of(document_RT, position_RT, is_real=False)
-        ids_RT = self._shadow_ids(ids_B[row_R][:, None], position_RT)
-        slots, written_RT, num_real = block, position_RT, 0
+        position_RN = start_R1 + torch.arange(cycle_length, device=ids_B.device)
+        document_RN = torch.zeros_like(position_RN)
+        block = Slots.of(document_RN, position_RN, is_real=False)
+        ids_RN = self._shadow_ids(ids_B[row_R][:, None], position_RN)
+        slots, written_RN, num_real = block, position_RN, 0
         if is_real:
-            written_RT, num_real = position_RT - cycle_length, cycle_length
-            slots = Slots.of(document_RT, written_RT, is_real=True).followed_by(block)
-            ids_RT = torch.cat([cache.cycle_ids_BC[row_R], ids_RT], dim=1)
-        num_stored = int(written_RT.max()) + 1
+            written_RN, num_real = position_RN - cycle_length, cycle_length
+            slots = Slots.of(document_RN, written_RN, is_real=True).followed_by(block)
+            ids_RN = torch.cat([cache.cycle_ids_BC[row_R], ids_RN], dim=1)
+        num_stored = int(written_RN.max()) + 1
 
         def exchange(layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             kept_k, kept_v = key[:, :cycle_length], value[:, :cycle_length]
-            cache.write(layer, kept_k, kept_v, row=row_R[:, None], position=written_RT, capacity=num_stored)
+            cache.write(layer, kept_k, kept_v, row=row_R[:, None], position=written_RN, capacity=num_stored)
             stored_k, stored_v = cache.read(layer, row_R=row_R, length=num_stored)
             return torch.cat([stored_k, key[:, cycle_length:]], dim=1), torch.cat([stored_v, value[:, cycle_length:]], dim=1)
 
         keys = stored_slots(len(row_R), num_stored, is_real=is_real, device=ids_B.device)
         keys = keys.followed_by(block) if is_real else keys
-        block_RCX = self._parallel(self.embed_tokens(ids_RT), slots, keys, exchange, num_real=num_real)
+        block_RCX = self._parallel(self.embed_tokens(ids_RN), slots, keys, exchange, num_real=num_real)
         cache.shadow_hidden_BCX[row_R] = block_RCX
 
     # Both.
 
-    def _shadow_ids(self, tokens_BT: torch.Tensor, position_BT: torch.Tensor) -> torch.Tensor:
+    def _shadow_ids(self, tokens_BN: torch.Tensor, position_BN: torch.Tensor) -> torch.Tensor:
         cycle_length, mask_token_id = self.config.mtp_horizon, self.config.mask_token_id
-        return shadow_ids(tokens_BT, position_BT, cycle_length=cycle_length, mask_token_id=mask_token_id)
+        return shadow_ids(tokens_BN, position_BN, cycle_length=cycle_length, mask_token_id=mask_token_id)
 
     def _pass(self, hidden: torch.Tensor, queries: Slots, keys: Slots, exchange: KeyValueExchange) -> Pass:
-        cos_BTE, sin_BTE = self._angles(queries.position_BT, hidden.dtype)
+        cos_BND, sin_BND = self._angles(queries.position_BN, hidden.dtype)
         visibility = Visibility(queries, keys, self.config)
-        return Pass(cos_BTE=cos_BTE, sin_BTE=sin_BTE, visibility=visibility, exchange=exchange)
+        return Pass(cos_BND=cos_BND, sin_BND=sin_BND, visibility=visibility, exchange=exchange)
 
     def _parallel(
-        self, hidden_BTX: torch.Tensor, queries: Slots, keys: Slots, exchange: KeyValueExchange, *, num_real: int
+        self, hidden_BNX: torch.Tensor, queries: Slots, keys: Slots, exchange: KeyValueExchange, *, num_real: int
     ) -> torch.Tensor:
         """The parallel layers. The first `num_real` slots end at the last layer's K and V; the hidden states of the others are
         returned, on the device of the input.
         """
-        run, device = self._pass(hidden_BTX, queries, keys, exchange), hidden_BTX.device
+        run, device = self._pass(hidden_BNX, queries, keys, exchange), hidden_BNX.device
         *earlier, last = self.layers[: self.config.num_parallel_layers]
         for layer in earlier:
-            hidden_BTX = layer(hidden_BTX, run)
-        return last(hidden_BTX, run, num_key_only=num_real).to(device)
+            hidden_BNX = layer(hidden_BNX, run)
+        return last(hidden_BNX, run, num_key_only=num_real).to(device)
 
-    def _sequential(self, hidden_BTX: torch.Tensor, queries: Slots, keys: Slots, exchange: KeyValueExchange) -> torch.Tensor:
-        run = self._pass(hidden_BTX, queries, keys, exchange)
+    def _sequential(self, hidden_BNX: torch.Tensor, queries: Slots, keys: Slots, exchange: KeyValueExchange) -> torch.Tensor:
+        run = self._pass(hidden_BNX, queries, keys, exchange)
         for layer in self.layers[self.config.num_parallel_layers :]:
-            hidden_BTX = layer(hidden_BTX, run)
-        return hidden_BTX
+            hidden_BNX = layer(hidden_BNX, run)
+        return hidden_BNX
 
 
 def stored_slots(num_rows: int, num_stored: int, *, is_real: bool, device: torch.device) -> Slots:
@@ -247,8 +247,8 @@ def stored_slots(num_rows: int, num_stored: int, *, is_real: bool, device: torch
     Rows differ in length, and those shorter than the longest have entries not yet written. These all lie after the positions that
     the row's queries may see, so the visibility rule hides them without special treatment.
     """
-    position_RT = torch.arange(num_stored, device=device).expand(num_rows, -1)
-    return Slots.of(torch.zeros_like(position_RT), position_RT, is_real=is_real)
+    position_RN = torch.arange(num_stored, device=device).expand(num_rows, -1)
+    return Slots.of(torch.zeros_like(position_RN), position_RN, is_real=is_real)
 
 
 class DMTDQwen3ForCausalLM(DMTDQwen3PreTrainedModel, GenerationMixin):
@@ -280,12 +280,12 @@ class DMTDQwen3ForCausalLM(DMTDQwen3PreTrainedModel, GenerationMixin):
         """Next-token logits, as in training, or for one or more further tokens of cycled decoding.
 
         Args:
-            input_ids: Token ids `[B, n]`.
-            attention_mask: `[B, n]`, 0 at padding, which is never seen; positions count from each row's first token.
-            position_ids: `[B, n]`; each 0 starts a document of a packed row. Without them, each row is one document.
+            input_ids: Token ids `[B, W]`.
+            attention_mask: `[B, W]`, 0 at padding, which is never seen; positions count from each row's first token.
+            position_ids: `[B, W]`; each 0 starts a document of a packed row. Without them, each row is one document.
             past_key_values: Older name of `cache`.
             inputs_embeds: Refused: the shadow stream needs ids.
-            labels: `[B, n]`, -100 where there is no target; shifted here, as everywhere in transformers. First tokens of
+            labels: `[B, W]`, -100 where there is no target; shifted here, as everywhere in transformers. First tokens of
                 documents and padding are never targets.
             use_cache: Return a cache that further calls continue. Default: only if one is passed.
             logits_to_keep: Compute logits only for this many of the last columns (or for these columns); 0 means all.
@@ -293,7 +293,7 @@ class DMTDQwen3ForCausalLM(DMTDQwen3PreTrainedModel, GenerationMixin):
             kwargs: `num_items_in_batch` for the loss, and `return_dict`.
 
         Returns:
-            `loss`, `logits` `[B, n, V]` (padding columns hold no prediction) and the cache.
+            `loss`, `logits` `[B, W, V]` (padding columns hold no prediction) and the cache.
 
         Raises:
             ValueError: The call asks for something that these models cannot do; the message says what to do instead.
@@ -310,16 +310,16 @@ class DMTDQwen3ForCausalLM(DMTDQwen3PreTrainedModel, GenerationMixin):
             cache=cache,
             **kwargs,
         )
-        hidden_BnX = output.last_hidden_state
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep.to(hidden_BnX.device)
-        logits_BnV = self.lm_head(hidden_BnX[:, kept])
+        hidden_BWX = output.last_hidden_state
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep.to(hidden_BWX.device)
+        logits_BWV = self.lm_head(hidden_BWX[:, kept])
         loss = None
         if labels is not None:
             assert input_ids is not None
-            targets_Bn = real_targets(labels, read_columns(input_ids, attention_mask, position_ids))
+            targets_BW = real_targets(labels, read_columns(input_ids, attention_mask, position_ids))
             items = kwargs.get("num_items_in_batch")
-            loss = self.loss_function(logits_BnV, targets_Bn, vocab_size=self.vocab_size, num_items_in_batch=items)
-        result = CausalLMOutputWithPast(loss=loss, logits=logits_BnV, **{CACHE_FIELD: getattr(output, CACHE_FIELD)})
+            loss = self.loss_function(logits_BWV, targets_BW, vocab_size=self.vocab_size, num_items_in_batch=items)
+        result = CausalLMOutputWithPast(loss=loss, logits=logits_BWV, **{CACHE_FIELD: getattr(output, CACHE_FIELD)})
         return result if kwargs.get("return_dict") is not False else result.to_tuple()
 
     def generate(self, inputs=None, generation_config=None, *args, **kwargs):
@@ -387,13 +387,13 @@ def choose_cache(
 
 def check_prompt(columns: Columns) -> None:
     """Refuse prompts that cannot fill a cache: packed rows, empty rows, padding on the right."""
-    if int(columns.document_Bn.max()) > 0:
+    if int(columns.document_BW.max()) > 0:
         raise refusal(
             found="a row of several documents (position_ids restart at 0) and a cache",
             required="one document per row to decode",
             remedy="give each document its own row, or leave out use_cache",
         )
-    if not bool(columns.is_token_Bn[:, -1].all()):
+    if not bool(columns.is_token_BW[:, -1].all()):
         raise refusal(
             found="padding in the last column of a prompt",
             required="prompts that end in the last column: padding goes on the left",
@@ -402,10 +402,10 @@ def check_prompt(columns: Columns) -> None:
 
 
 def check_continuation(
-    cache: DMTDCache, input_ids_Bn: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+    cache: DMTDCache, input_ids_BW: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
 ) -> None:
     """Refuse columns that do not follow what the cache holds."""
-    rows, columns = input_ids_Bn.shape
+    rows, columns = input_ids_BW.shape
     if rows != len(cache.lengths):
         raise refusal(found=f"{rows} rows", required=f"the cache's {len(cache.lengths)}", remedy="start a new cache")
     if attention_mask is not None and not bool((attention_mask[:, -columns:] != 0).all()):
@@ -421,10 +421,10 @@ def check_continuation(
         )
 
 
-def real_targets(labels_Bn: torch.Tensor, columns: Columns) -> torch.Tensor:
+def real_targets(labels_BW: torch.Tensor, columns: Columns) -> torch.Tensor:
     """Labels, without those that no token of the same document precedes."""
-    follows_Bn = columns.is_token_Bn & (columns.position_Bn > 0)
-    return labels_Bn.masked_fill(~follows_Bn.to(labels_Bn.device), -100)
+    follows_BW = columns.is_token_BW & (columns.position_BW > 0)
+    return labels_BW.masked_fill(~follows_BW.to(labels_BW.device), -100)
 
 
 __all__ = ["DMTDQwen3ForCausalLM", "DMTDQwen3Model", "DMTDQwen3PreTrainedModel"]

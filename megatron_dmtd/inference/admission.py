@@ -10,7 +10,7 @@ import operator
 from collections.abc import Iterable
 
 from megatron_dmtd.errors import ConfigError, DataError
-from megatron_dmtd.inference.sampler import SamplingParams
+from megatron_dmtd.inference.sampling_params import SamplingParams
 
 
 def check_params(params: object, vocab_size: int) -> None:

@@ -1,16 +1,13 @@
-"""How an engine is to decode: its settings, their ranges, and what the words for types and devices stand for."""
+"""How an engine is to decode: its settings and their ranges. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-import torch
-
 from megatron_dmtd.cycle import complete_length
-from megatron_dmtd.errors import CapabilityError, ConfigError
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+from megatron_dmtd.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +61,16 @@ class EngineConfig:
             )
 
 
+def require_directory(path: Path) -> None:
+    """Accept the directory of a model, or raise `CheckpointError`: at once, before torch is imported."""
+    if not path.is_dir():
+        raise CheckpointError(
+            found=f"no directory {path}",
+            required="a model directory on this machine",
+            remedy="correct the path, or download or export the model first",
+        )
+
+
 def checked_config(config: object) -> EngineConfig:
     """`config`, if it is one and its values are possible. Raises `ConfigError`."""
     if not isinstance(config, EngineConfig):
@@ -71,43 +78,3 @@ def checked_config(config: object) -> EngineConfig:
         raise ConfigError(found=found, required="EngineConfig", remedy="write for example EngineConfig(max_batch=8)")
     config.check()
     return config
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """The type of weights, activations and caches. Raises `ConfigError` for an unknown name."""
-    if name not in DTYPES:
-        raise ConfigError(found=f"dtype {name!r}", required=f"one of {sorted(DTYPES)}", remedy="change dtype")
-    return DTYPES[name]
-
-
-def matrix_dtype_of(name: str | None, dtype: str) -> torch.dtype | None:
-    """The type of matrices and embeddings where it differs from `dtype`. Raises `ConfigError` for other mixtures."""
-    if name is None or name == dtype:
-        return None
-    if (name, dtype) != ("bfloat16", "float32"):
-        raise ConfigError(
-            found=f"matrix_dtype {name!r} with dtype {dtype!r}",
-            required="bfloat16 with float32, or the same type",
-            remedy="leave matrix_dtype out",
-        )
-    return torch.bfloat16
-
-
-def device_of(name: str | None) -> torch.device:
-    """The device of that name; without one, the accelerator if there is one, else the CPU. Raises `CapabilityError`."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if name is None:
-        return accelerator or torch.device("cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    count = torch.accelerator.device_count() if accelerator else 0
-    is_here = device is not None and accelerator is not None and device.type == accelerator.type and (device.index or 0) < count
-    if device is None or not (is_here or device.type == "cpu"):
-        raise CapabilityError(
-            found=f"device {name!r}, and {f'{count} of {accelerator.type}' if accelerator else 'no accelerator'} here",
-            required="a device of this machine",
-            remedy="use device='cpu'",
-        )
-    return device

@@ -23,13 +23,14 @@ from megatron_dmtd.errors import ConfigError, DataError, DMTDError
 from megatron_dmtd.inference.admission import check_length_cap, check_params, checked_prompt, token_ids_of
 from megatron_dmtd.inference.assembly import make_store, native_refusal, step_mode
 from megatron_dmtd.inference.completion import refused
-from megatron_dmtd.inference.config import EngineConfig, checked_config, device_of, dtype_of, matrix_dtype_of
+from megatron_dmtd.inference.config import EngineConfig, checked_config
 from megatron_dmtd.inference.detokenizer import Detokenizer, TokenDecoder
+from megatron_dmtd.inference.devices import device_of, dtype_of, matrix_dtype_of
 from megatron_dmtd.inference.kv.prefix import PrefixIndex
 from megatron_dmtd.inference.loading import load_model
 from megatron_dmtd.inference.requests import Completion, Event, Request
 from megatron_dmtd.inference.runner import Runner, num_scratch_pages
-from megatron_dmtd.inference.sampler import SamplingParams
+from megatron_dmtd.inference.sampling_params import SamplingParams
 from megatron_dmtd.inference.scheduler import Scheduler, Sequence
 from megatron_dmtd.inference.stats import Stats
 from megatron_dmtd.inference.steps import StepLoop

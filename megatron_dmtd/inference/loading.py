@@ -13,6 +13,7 @@ from megatron_dmtd.architecture import Schedule, make_schedule
 from megatron_dmtd.cycle import ORDINARY, VANILLA
 from megatron_dmtd.errors import CheckpointError, ConfigError, Refusal
 from megatron_dmtd.families import ModelDescription, hf_name, read_fields, read_hf_fields
+from megatron_dmtd.inference.config import require_directory
 from megatron_dmtd.inference.weights import ModelWeights, build_model
 from megatron_dmtd.infra.json_files import read_object
 from megatron_dmtd.weights.hf_directory import HFWeights
@@ -62,12 +63,7 @@ def load_model(
 
 def read_model_directory(path: Path) -> ModelDescription:
     """What a model directory describes. Raises `CheckpointError` if there is none, and as `families.read_fields`."""
-    if not path.is_dir():
-        raise CheckpointError(
-            found=f"no directory {path}",
-            required="a model directory on this machine",
-            remedy="correct the path, or download or export the model first",
-        )
+    require_directory(path)
     return read_fields(read_hf_fields(path))
 
 

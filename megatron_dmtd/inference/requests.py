@@ -7,7 +7,8 @@ from typing import Literal
 
 from megatron_dmtd.errors import DMTDError
 from megatron_dmtd.inference.detokenizer import Detokenizer
-from megatron_dmtd.inference.sampler import Choice, SamplingParams
+from megatron_dmtd.inference.sampler import Choice
+from megatron_dmtd.inference.sampling_params import SamplingParams
 from megatron_dmtd.inference.scheduler import Sequence
 
 FinishReason = Literal["stop", "length", "cancelled", "refused"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_dmtd.inference.engine import Engine
-from megatron_dmtd.inference.sampler import SamplingParams
+from megatron_dmtd.inference.sampling_params import SamplingParams
 
 
 def score(engine: Engine, token_ids: Sequence[int]) -> list[float]:

@@ -4,7 +4,7 @@ The decoding engine decodes greedily, one prompt at a time. Speed compares the s
 in this process, on the same device and threads, in alternation, so that other load on the machine affects both. A forward pass of
 transformers over the whole text checks what was decoded.
 
-Shape legend: N tokens of prompt and continuation, n of the continuation, V vocabulary.
+Shape legend: N tokens of a text, V vocabulary.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROMPT_TOKENS = 62  # ends inside a cycle of four, as most prompts do
 def heldout_prompts(prefix: str, *, count: int, num_tokens: int = PROMPT_TOKENS) -> list[list[int]]:
     """The first `num_tokens` tokens of `count` longer held-out documents. Raises `DataError` if there are not enough of them."""
     file = TokenFile(prefix)
-    long_enough = [index for index, length in enumerate(file.document_lengths_D) if length > num_tokens]
+    long_enough = [index for index, length in enumerate(file.document_lengths_U) if length > num_tokens]
     if len(long_enough) < count:
         raise DataError(
             found=f"{len(long_enough)} held-out documents of more than {num_tokens} tokens in {prefix}",
@@ -84,9 +84,9 @@ def generate(engine: Engine, prompt: list[int], *, new_tokens: int, eos_token_id
 def agreement(decoder: Decoder, prompt: list[int], continuation: list[int]) -> int:
     """Number of decoded tokens that are also the top choice of one teacher-forced forward pass, EOS excluded as in decoding."""
     ids_1N = torch.tensor([prompt + continuation], device=decoder.platform.device)
-    logits_nV = decoder.model(input_ids=ids_1N).logits[0, len(prompt) - 1 : -1]
-    logits_nV[:, decoder.tokenizer.eos_token_id] = -torch.inf
-    return int((logits_nV.argmax(dim=-1).cpu() == torch.tensor(continuation)).sum())
+    logits_NV = decoder.model(input_ids=ids_1N).logits[0, len(prompt) - 1 : -1]
+    logits_NV[:, decoder.tokenizer.eos_token_id] = -torch.inf
+    return int((logits_NV.argmax(dim=-1).cpu() == torch.tensor(continuation)).sum())
 
 
 def _time(engines: dict[str, Engine], prompt: list[int], eos_token_id: int, plan: Plan, bar: tqdm) -> dict[str, list[float]]:

@@ -27,6 +27,7 @@ from megatron_dmtd.errors import ConfigError, DMTDError, Refusal
 from megatron_dmtd.infra.console import silence_stdout
 from megatron_dmtd.infra.files import write_atomically
 from megatron_dmtd.infra.json_lines import append, ends_torn, read_lines, to_line
+from megatron_dmtd.training import exit_codes
 
 METRICS_FILE = "metrics.jsonl"
 SUPERSEDED_FILE = "metrics.superseded.jsonl"
@@ -40,6 +41,8 @@ _NO_LOG = Refusal(
 
 class LogError(DMTDError):
     """A log that could not be written, in a run that stopped for it."""
+
+    exit_status = exit_codes.NOT_LOGGED
 
 
 def _record_of(values: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 A mean of means is wrong as soon as two microbatches or ranks hold different numbers of targets; so this module keeps sums of
 loss and counts of targets, and divides once, when asked for values. It does not communicate: the caller adds up `sums`.
 
-Shape legend: B rows, N slots per row, T phases of the cycle (`cycle_length`).
+Shape legend: B rows, N slots of a row, C phases of the cycle.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PhaseLoss:
     def __init__(self, cycle_length: int, *, device: torch.device | str = "cpu") -> None:
         assert cycle_length >= 1, cycle_length
         self.cycle_length = cycle_length
-        self.sums_2T = torch.zeros(2, cycle_length, dtype=torch.float64, device=device)
+        self.sums_2C = torch.zeros(2, cycle_length, dtype=torch.float64, device=device)
         """Row 0: sum of the loss; row 1: targets. float64, so that counts stay exact; add it up over ranks to reduce."""
 
     @torch.no_grad()
@@ -37,27 +37,27 @@ class PhaseLoss:
         # One sum per phase and no scatter: the same bits in every run on a GPU.
         for index in range(self.cycle_length):
             in_phase_BN = phase_BN == index
-            self.sums_2T[0, index] += masked_loss_BN.where(in_phase_BN, 0.0).sum()
-            self.sums_2T[1, index] += mask_BN.where(in_phase_BN, 0.0).sum()
+            self.sums_2C[0, index] += masked_loss_BN.where(in_phase_BN, 0.0).sum()
+            self.sums_2C[1, index] += mask_BN.where(in_phase_BN, 0.0).sum()
 
     @property
     def sums(self) -> torch.Tensor:
-        """`sums_2T`: what is added up over microbatches, ranks and steps."""
-        return self.sums_2T
+        """`sums_2C`: what is added up over microbatches, ranks and steps."""
+        return self.sums_2C
 
     @property
     def num_targets(self) -> int:
         """Targets counted so far, over all phases."""
-        return int(self.sums_2T[1].sum().item())
+        return int(self.sums_2C[1].sum().item())
 
     def values(self, *, prefix: str = "") -> dict[str, float]:
         """`loss` (nats per target) and `loss_phase_<i>`, each name after `prefix`; what has no target is left out."""
-        loss_T, count_T = self.sums_2T.cpu()
-        count = count_T.sum().item()
+        loss_C, count_C = self.sums_2C.cpu()
+        count = count_C.sum().item()
         if count == 0:
             return {}
-        values = {f"{prefix}loss": loss_T.sum().item() / count}
+        values = {f"{prefix}loss": loss_C.sum().item() / count}
         for index in range(self.cycle_length):
-            if count_T[index] > 0:
-                values[f"{prefix}loss_phase_{index}"] = (loss_T[index] / count_T[index]).item()
+            if count_C[index] > 0:
+                values[f"{prefix}loss_phase_{index}"] = (loss_C[index] / count_C[index]).item()
         return values

@@ -133,3 +133,32 @@ def test_processes_must_fit_the_layout_and_rows_the_processes() -> None:
         validate(odd, world_size=2)
     with pytest.raises(ConfigError, match="a multiple of 8"):
         validate(with_settings(tiny_config(), training={"micro_batch_size": 8}), world_size=1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"packing": "best-fit", "prefetch_batches": 0, "shuffle_seed": 0},
+        {"train": ("a", "b"), "train_weights": (0.001, 0.999)},
+        {"train": ("a", "b")},
+    ],
+)
+def test_sound_settings_of_data_pass(settings):
+    validate(tiny_config(data=settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({"shuffle_seed": -1}, r"data\.shuffle_seed = -1"),
+        ({"prefetch_batches": -1}, r"data\.prefetch_batches = -1"),
+        ({"train": ("a", "b"), "train_weights": (1.0,)}, r"1 data\.train_weights for 2 corpora"),
+        ({"train": ("a", "b"), "train_weights": (1.0, 0.0)}, r"data\.train_weights = \[1\.0, 0\.0\]"),
+        ({"train": ("a",), "train_weights": (float("nan"),)}, r"data\.train_weights = \[nan\]"),
+        ({"train": ("a",), "train_weights": (float("inf"),)}, r"data\.train_weights = \[inf\]"),
+    ],
+)
+def test_settings_of_data_that_cannot_work_are_refused_by_name(settings, found):
+    with pytest.raises(ConfigError, match=found):
+        validate(tiny_config(data=settings))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_dmtd.cycle import VARIANTS, decoding_grid, decoding_picture, history_picture, mask_grid, mask_picture, save_mask_png
-from megatron_dmtd.cycle.picture import HEAD_COLOUR, MASK_COLOUR, REAL_COLOUR
+from megatron_dmtd.cycle.picture import HEAD_COLOUR, MASK_COLOUR, REAL_COLOUR, UNSEEN_COLOUR, colours, legend
 from megatron_dmtd.errors import CapabilityError
 from tests.oracles.visibility import may_read, walk
 
@@ -167,6 +167,30 @@ def test_the_coloured_areas_of_a_png_count_the_real_head_and_mask_keys_seen(tmp_
     # Lines between cycles cover some of the cells.
     assert area[MASK_COLOUR] / cell == pytest.approx(12 * 3, rel=0.1)
     assert area[REAL_COLOUR] / cell == pytest.approx(8 * 9 // 2 + 4 * 5 // 2 + 4 * 4, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("variant", "meant"),
+    [
+        ("vanilla", {REAL_COLOUR, UNSEEN_COLOUR}),
+        ("causal-norefresh", {HEAD_COLOUR, MASK_COLOUR, UNSEEN_COLOUR}),
+        ("bidirectional-refresh", {REAL_COLOUR, HEAD_COLOUR, MASK_COLOUR, UNSEEN_COLOUR}),
+    ],
+)
+def test_a_png_has_a_legend_of_the_colours_in_it_and_no_others(tmp_path, variant, meant):
+    from matplotlib.image import imread
+
+    grid = mask_grid([8, 4], variant=variant, cycle_length=4)
+    assert legend(colours(grid)).keys() == meant
+    assert legend(colours(grid))[UNSEEN_COLOUR] == "does not read it"
+    path = tmp_path / "mask.png"
+    save_mask_png(path, [8, 4], variant=variant, cycle_length=4)
+    pixels = (imread(path)[..., :3] * 255).round().astype(int)
+    # below the axes, whose black frame is the longest line
+    frame = (pixels == 0).all(axis=2).sum(axis=1)
+    below = pixels[np.flatnonzero(frame > 0.5 * frame.max()).max() + 5 :].reshape(-1, 3)
+    drawn = {colour for colour in (REAL_COLOUR, HEAD_COLOUR, MASK_COLOUR) if (below == colour).all(axis=1).sum() > 30}
+    assert drawn == meant - {UNSEEN_COLOUR}
 
 
 def test_a_png_without_matplotlib_is_refused_by_name(tmp_path, monkeypatch):

@@ -10,8 +10,8 @@ M = MASK_ID
 
 def test_positions_count_from_the_first_token_after_the_padding():
     columns = read_columns(torch.tensor([[0, 0, 5, 6, 7], [1, 2, 3, 4, 5]]), torch.tensor([[0, 0, 1, 1, 1], [1] * 5]), None)
-    assert columns.position_Bn.tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
-    assert columns.document_Bn.tolist() == [[NOWHERE, NOWHERE, 0, 0, 0], [0] * 5]
+    assert columns.position_BW.tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
+    assert columns.document_BW.tolist() == [[NOWHERE, NOWHERE, 0, 0, 0], [0] * 5]
     assert columns.lengths() == [3, 5]
 
 
@@ -26,7 +26,7 @@ def test_every_document_is_completed_to_whole_cycles_and_padding_is_left_out():
     ]
     assert layout.position_BN.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]]
     assert layout.document_BN.tolist() == [[0] * 4 + [1] * 4 + [2] * 4, [0] * 8 + [1] * 4]
-    assert layout.slot_of_column_Bn.tolist() == [[0, 4, 5, 6, 7, 8, 9, 10], [0, 0, 1, 2, 3, 4, 8, 9]]
+    assert layout.slot_of_column_BW.tolist() == [[0, 4, 5, 6, 7, 8, 9, 10], [0, 0, 1, 2, 3, 4, 8, 9]]
     taken = layout.take_columns(layout.tokens_BN[:, :, None])[:, :, 0]
     assert taken[0].tolist() == ids[0].tolist() and taken[1, 1:].tolist() == ids[1, 1:].tolist()
 

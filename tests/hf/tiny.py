@@ -63,12 +63,12 @@ def random_ids(*shape: int, seed: int = 3) -> torch.Tensor:
 
 
 @torch.no_grad()
-def decoded_logits(model: DMTDQwen3ForCausalLM, ids_Bn: torch.Tensor, prompt_length: int) -> torch.Tensor:
+def decoded_logits(model: DMTDQwen3ForCausalLM, ids_BW: torch.Tensor, prompt_length: int) -> torch.Tensor:
     """Logits of every column: a prompt, then one column at a time."""
-    output = model(ids_Bn[:, :prompt_length], use_cache=True)
+    output = model(ids_BW[:, :prompt_length], use_cache=True)
     logits = [output.logits]
-    for column in range(prompt_length, ids_Bn.shape[1]):
-        output = model(ids_Bn[:, column : column + 1], cache=output.cache)
+    for column in range(prompt_length, ids_BW.shape[1]):
+        output = model(ids_BW[:, column : column + 1], cache=output.cache)
         logits.append(output.logits)
     return torch.cat(logits, dim=1)
 

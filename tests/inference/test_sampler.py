@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from transformers.generation import (
@@ -13,8 +12,8 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from megatron_dmtd.errors import ConfigError
-from megatron_dmtd.inference.sampler import SamplingParams, choose, truncated, uniform
+from megatron_dmtd.inference.sampler import choose, truncated, uniform
+from megatron_dmtd.inference.sampling_params import SamplingParams
 
 LOGITS = torch.randn(50, generator=torch.Generator().manual_seed(0)) * 3
 TOKENS = [4, 7, 7, 21]
@@ -92,57 +91,3 @@ def test_logits_are_left_as_they_were():
     before = LOGITS.clone()
     choose(LOGITS, SamplingParams(temperature=1.0, repetition_penalty=2.0, presence_penalty=1.0, top_p=0.5), TOKENS, 2)
     assert torch.equal(LOGITS, before)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"temperature": -1.0},
-        {"temperature": math.inf},
-        {"top_k": -1},
-        {"top_p": 0.0},
-        {"top_p": 1.5},
-        {"min_p": 2.0},
-        {"repetition_penalty": 0.0},
-        {"presence_penalty": math.nan},
-        {"logit_bias": {50: 1.0}},
-        {"logit_bias": {1: math.inf}},
-        {"n": 0},
-        {"logprobs": -1},
-        {"stop_token_ids": (-1,)},
-        {"stop": ("",)},
-        {"stop": "end"},
-    ],
-)
-def test_impossible_values_are_named(values):
-    with pytest.raises(ConfigError, match=next(iter(values))):
-        SamplingParams(**values).check(50)
-    SamplingParams().check(50)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"temperature": "1"},
-        {"temperature": True},
-        {"top_k": 1.5},
-        {"seed": "x"},
-        {"n": 1.5},
-        {"logprobs": True},
-        {"logit_bias": {"a": 1.0}},
-        {"logit_bias": None},
-        {"stop": (1,)},
-        {"stop": None},
-        {"stop_token_ids": 5},
-    ],
-    ids=repr,
-)
-def test_values_of_another_type_are_named(values):
-    with pytest.raises(ConfigError, match=next(iter(values))):
-        SamplingParams(**values).check(50)
-
-
-def test_numbers_of_numpy_are_numbers():
-    SamplingParams(
-        top_k=np.int64(3), temperature=np.float32(0.5), logit_bias={np.int64(1): np.float64(2.0)}, seed=np.uint8(1)
-    ).check(50)

@@ -8,7 +8,7 @@ of who reads what.
 
 Weights carry the names of Hugging Face's Qwen3. Layers, slots and visible keys are explicit Python loops: use tiny shapes.
 
-Shape legend: H hidden size, Q query heads, G key/value heads, D head size, V vocabulary, n slots, T cached slots.
+Shape legend: X hidden size, H query heads, G key/value heads, D head width, V vocabulary, N slots or tokens, K keys.
 """
 
 from __future__ import annotations
@@ -120,22 +120,22 @@ def rotate(heads: Tensor, position: int, shape: Shape) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def query_key_value(weights: Weights, shape: Shape, layer: int, hidden_H: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`q [Q, D]`, `k [G, D]`, `v [G, D]` of one slot at one layer."""
+def query_key_value(weights: Weights, shape: Shape, layer: int, hidden_X: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`q [H, D]`, `k [G, D]`, `v [G, D]` of one slot at one layer."""
     prefix = f"model.layers.{layer}."
-    x_H = rms_norm(hidden_H, weights[prefix + "input_layernorm.weight"], shape.rms_norm_eps)
-    query = project(weights, prefix + "self_attn.q_proj", x_H).view(shape.num_attention_heads, shape.head_dim)
-    key = project(weights, prefix + "self_attn.k_proj", x_H).view(shape.num_key_value_heads, shape.head_dim)
-    value = project(weights, prefix + "self_attn.v_proj", x_H).view(shape.num_key_value_heads, shape.head_dim)
+    x_X = rms_norm(hidden_X, weights[prefix + "input_layernorm.weight"], shape.rms_norm_eps)
+    query = project(weights, prefix + "self_attn.q_proj", x_X).view(shape.num_attention_heads, shape.head_dim)
+    key = project(weights, prefix + "self_attn.k_proj", x_X).view(shape.num_key_value_heads, shape.head_dim)
+    value = project(weights, prefix + "self_attn.v_proj", x_X).view(shape.num_key_value_heads, shape.head_dim)
     if shape.qk_norm:
         query = rms_norm(query, weights[prefix + "self_attn.q_norm.weight"], shape.rms_norm_eps)
         key = rms_norm(key, weights[prefix + "self_attn.k_norm.weight"], shape.rms_norm_eps)
     return rotate(query, position, shape), rotate(key, position, shape), value
 
 
-def project(weights: Weights, name: str, x_H: Tensor) -> Tensor:
+def project(weights: Weights, name: str, x_X: Tensor) -> Tensor:
     """One linear layer, with its bias where the weights have one."""
-    product = weights[name + ".weight"] @ x_H
+    product = weights[name + ".weight"] @ x_X
     return product + weights[name + ".bias"] if name + ".bias" in weights else product
 
 
@@ -152,7 +152,7 @@ def rest_of_layer(
     weights: Weights,
     shape: Shape,
     layer: int,
-    hidden_H: Tensor,
+    hidden_X: Tensor,
     query: Tensor,
     position: int,
     key_positions: Sequence[int],
@@ -167,27 +167,27 @@ def rest_of_layer(
     heads = []
     for head in range(shape.num_attention_heads):
         group = head // queries_per_group
-        key_TD = torch.stack([key[group] for key in keys])
-        value_TD = torch.stack([value[group] for value in values])
-        probability_T = torch.softmax(key_TD @ query[head] / math.sqrt(shape.head_dim), dim=0)
-        heads.append(probability_T @ value_TD)
-    hidden_H = hidden_H + project(weights, prefix + "self_attn.o_proj", torch.cat(heads))
-    x_H = rms_norm(hidden_H, weights[prefix + "post_attention_layernorm.weight"], shape.rms_norm_eps)
-    gate = torch.nn.functional.silu(weights[prefix + "mlp.gate_proj.weight"] @ x_H)
-    inner = gate * (weights[prefix + "mlp.up_proj.weight"] @ x_H)
-    return hidden_H + weights[prefix + "mlp.down_proj.weight"] @ inner
+        key_KD = torch.stack([key[group] for key in keys])
+        value_KD = torch.stack([value[group] for value in values])
+        probability_K = torch.softmax(key_KD @ query[head] / math.sqrt(shape.head_dim), dim=0)
+        heads.append(probability_K @ value_KD)
+    hidden_X = hidden_X + project(weights, prefix + "self_attn.o_proj", torch.cat(heads))
+    x_X = rms_norm(hidden_X, weights[prefix + "post_attention_layernorm.weight"], shape.rms_norm_eps)
+    gate = torch.nn.functional.silu(weights[prefix + "mlp.gate_proj.weight"] @ x_X)
+    inner = gate * (weights[prefix + "mlp.up_proj.weight"] @ x_X)
+    return hidden_X + weights[prefix + "mlp.down_proj.weight"] @ inner
 
 
 def embed(weights: Weights, token_id: int) -> Tensor:
-    """Embedding `[H]` of one token."""
+    """Embedding `[X]` of one token."""
     return weights["model.embed_tokens.weight"][token_id]
 
 
-def head_logits(weights: Weights, shape: Shape, hidden_H: Tensor) -> Tensor:
+def head_logits(weights: Weights, shape: Shape, hidden_X: Tensor) -> Tensor:
     """Next-token logits `[V]`."""
-    x_H = rms_norm(hidden_H, weights["model.norm.weight"], shape.rms_norm_eps)
+    x_X = rms_norm(hidden_X, weights["model.norm.weight"], shape.rms_norm_eps)
     name = "model.embed_tokens.weight" if shape.tie_word_embeddings else "lm_head.weight"
-    return weights[name] @ x_H
+    return weights[name] @ x_X
 
 
 # Path 1: the training forward pass; docs/method.md, sections 1 to 5.
@@ -204,12 +204,12 @@ def shadow_document(shape: Shape, token_ids: Sequence[int], *, complete_last_cyc
 def _causal_layers(weights: Weights, shape: Shape, layers: range, hidden: list[Tensor]) -> list[Tensor]:
     """`hidden` of every slot after ordinary causal layers."""
     for layer in layers:
-        qkv = [query_key_value(weights, shape, layer, x_H, position) for position, x_H in enumerate(hidden)]
+        qkv = [query_key_value(weights, shape, layer, x_X, position) for position, x_X in enumerate(hidden)]
         after = []
-        for position, x_H in enumerate(hidden):
+        for position, x_X in enumerate(hidden):
             seen = [key for key in range(len(hidden)) if key <= position]
             keys, values = [qkv[key][1] for key in seen], [qkv[key][2] for key in seen]
-            after.append(rest_of_layer(weights, shape, layer, x_H, qkv[position][0], position, seen, keys, values))
+            after.append(rest_of_layer(weights, shape, layer, x_X, qkv[position][0], position, seen, keys, values))
         hidden = after
     return hidden
 
@@ -235,12 +235,12 @@ def _refresh_sees(shape: Shape, block_attention: str, query_position: int, key_i
 
 def _norefresh_parallel(weights: Weights, shape: Shape, block_attention: str, shadow: list[Tensor]) -> list[Tensor]:
     for layer in range(shape.num_parallel_layers):
-        qkv = [query_key_value(weights, shape, layer, x_H, position) for position, x_H in enumerate(shadow)]
+        qkv = [query_key_value(weights, shape, layer, x_X, position) for position, x_X in enumerate(shadow)]
         after = []
-        for position, x_H in enumerate(shadow):
+        for position, x_X in enumerate(shadow):
             seen = [key for key in range(len(shadow)) if _norefresh_sees(shape, block_attention, position, key)]
             keys, values = [qkv[key][1] for key in seen], [qkv[key][2] for key in seen]
-            after.append(rest_of_layer(weights, shape, layer, x_H, qkv[position][0], position, seen, keys, values))
+            after.append(rest_of_layer(weights, shape, layer, x_X, qkv[position][0], position, seen, keys, values))
         shadow = after
     return shadow
 
@@ -249,15 +249,15 @@ def _refresh_parallel(
     weights: Weights, shape: Shape, block_attention: str, real: list[Tensor], shadow: list[Tensor]
 ) -> list[Tensor]:
     for layer in range(shape.num_parallel_layers):
-        real_qkv = [query_key_value(weights, shape, layer, x_H, position) for position, x_H in enumerate(real)]
-        shadow_qkv = [query_key_value(weights, shape, layer, x_H, position) for position, x_H in enumerate(shadow)]
+        real_qkv = [query_key_value(weights, shape, layer, x_X, position) for position, x_X in enumerate(real)]
+        shadow_qkv = [query_key_value(weights, shape, layer, x_X, position) for position, x_X in enumerate(shadow)]
         slots = [(True, position, kv) for position, kv in enumerate(real_qkv)]
         slots += [(False, position, kv) for position, kv in enumerate(shadow_qkv)]
         after = []
-        for position, x_H in enumerate(shadow):
+        for position, x_X in enumerate(shadow):
             seen = [(key, kv) for is_real, key, kv in slots if _refresh_sees(shape, block_attention, position, is_real, key)]
             places, keys, values = [key for key, _ in seen], [kv[1] for _, kv in seen], [kv[2] for _, kv in seen]
-            after.append(rest_of_layer(weights, shape, layer, x_H, shadow_qkv[position][0], position, places, keys, values))
+            after.append(rest_of_layer(weights, shape, layer, x_X, shadow_qkv[position][0], position, places, keys, values))
         shadow = after
         real = _causal_layers(weights, shape, range(layer, layer + 1), real)
     return shadow
@@ -272,7 +272,7 @@ def parallel_hidden(
     token_ids: Sequence[int],
     complete_last_cycle: bool = True,
 ) -> Tensor:
-    """`[n, H]`: what the parallel layers hand to the sequential ones at each of the document's n tokens.
+    """`[N, X]`: what the parallel layers hand to the sequential ones at each of the document's n tokens.
 
     `complete_last_cycle=False` leaves a trailing block short, which decoding never does: only to show that it matters.
     """
@@ -295,9 +295,9 @@ def teacher_forced_logits(
     token_ids: Sequence[int],
     complete_last_cycle: bool = True,
 ) -> Tensor:
-    """Logits `[n, V]` of one document of n tokens, as the training forward pass gives them (docs/method.md, sections 1 to 5)."""
+    """Logits `[N, V]` of one document of n tokens, as the training forward pass gives them (docs/method.md, sections 1 to 5)."""
     assert block_attention in ("causal", "bidirectional"), block_attention
-    from_parallel_nH = parallel_hidden(
+    from_parallel_NX = parallel_hidden(
         weights,
         shape,
         history=history,
@@ -305,15 +305,15 @@ def teacher_forced_logits(
         token_ids=token_ids,
         complete_last_cycle=complete_last_cycle,
     )
-    hidden = [embed(weights, token) + from_parallel_nH[position] for position, token in enumerate(token_ids)]
+    hidden = [embed(weights, token) + from_parallel_NX[position] for position, token in enumerate(token_ids)]
     hidden = _causal_layers(weights, shape, range(shape.num_parallel_layers, shape.num_layers), hidden)
-    return torch.stack([head_logits(weights, shape, x_H) for x_H in hidden])
+    return torch.stack([head_logits(weights, shape, x_X) for x_X in hidden])
 
 
 def vanilla_logits(weights: Weights, shape: Shape, token_ids: Sequence[int]) -> Tensor:
-    """Logits `[n, V]` of the same weights as an ordinary decoder."""
+    """Logits `[N, V]` of the same weights as an ordinary decoder."""
     hidden = _causal_layers(weights, shape, range(shape.num_layers), [embed(weights, token) for token in token_ids])
-    return torch.stack([head_logits(weights, shape, x_H) for x_H in hidden])
+    return torch.stack([head_logits(weights, shape, x_X) for x_X in hidden])
 
 
 # Path 2: cycled decoding; docs/method.md, sections 6 to 10.
@@ -340,7 +340,7 @@ class LayerCache:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSnapshot:
-    """A copy of one layer's cache: `positions` and `kinds` of its T entries, `keys [T, G, D]` and `values [T, G, D]`."""
+    """A copy of one layer's cache: `positions` and `kinds` of its T entries, `keys [K, G, D]` and `values [K, G, D]`."""
 
     positions: tuple[int, ...]
     kinds: tuple[str, ...]
@@ -364,7 +364,7 @@ class CycledTrace:
     first_position: int
     """Position of the first row of `logits`: `prompt_length - 1`."""
     logits: Tensor
-    """`[n - first_position, V]`."""
+    """`[N - first_position, V]`."""
     snapshots: tuple[CycleSnapshot, ...]
     """One for each cycle from that of `first_position` on."""
 
@@ -429,11 +429,11 @@ class CycledDecoder:
         hidden = [embed(self.weights, token) for token in token_ids]
         for layer, cache in self.parallel_cache.items():
             after = []
-            for offset, x_H in enumerate(hidden):
-                query, key, value = query_key_value(self.weights, self.shape, layer, x_H, start + offset)
+            for offset, x_X in enumerate(hidden):
+                query, key, value = query_key_value(self.weights, self.shape, layer, x_X, start + offset)
                 cache.append(position=start + offset, kind="real", key=key, value=value)
                 seen = (list(range(start + offset + 1)), cache.keys, cache.values)
-                after.append(rest_of_layer(self.weights, self.shape, layer, x_H, query, start + offset, *seen))
+                after.append(rest_of_layer(self.weights, self.shape, layer, x_X, query, start + offset, *seen))
             hidden = after
 
     def _shadow_block(self, head_id: int, *, start: int) -> list[Tensor]:
@@ -441,32 +441,32 @@ class CycledDecoder:
         tau = self.shape.cycle_length
         hidden = [embed(self.weights, token) for token in [head_id] + [self.shape.mask_token_id] * (tau - 1)]
         for layer, cache in self.parallel_cache.items():
-            block = [query_key_value(self.weights, self.shape, layer, x_H, start + slot) for slot, x_H in enumerate(hidden)]
+            block = [query_key_value(self.weights, self.shape, layer, x_X, start + slot) for slot, x_X in enumerate(hidden)]
             block_keys, block_values = [kv[1] for kv in block], [kv[2] for kv in block]
             past_keys, past_values = cache.keys[:start], cache.values[:start]
             assert len(past_keys) == start, "the history must be complete up to the block"
             after = []
-            for slot, x_H in enumerate(hidden):
+            for slot, x_X in enumerate(hidden):
                 width = slot + 1 if self.block_attention == "causal" else tau
                 keys, values = past_keys + block_keys[:width], past_values + block_values[:width]
                 seen = (list(range(start + width)), keys, values)
-                after.append(rest_of_layer(self.weights, self.shape, layer, x_H, block[slot][0], start + slot, *seen))
+                after.append(rest_of_layer(self.weights, self.shape, layer, x_X, block[slot][0], start + slot, *seen))
             if self.history == "shadow":
                 for slot in range(tau):
                     cache.append(position=start + slot, kind="shadow", key=block_keys[slot], value=block_values[slot])
             hidden = after
         return hidden
 
-    def _sequential_step(self, token_id: int, shadow_H: Tensor) -> Tensor:
+    def _sequential_step(self, token_id: int, shadow_X: Tensor) -> Tensor:
         """Step C: one real token through the sequential layers; each appends one real K and V."""
-        hidden_H = embed(self.weights, token_id) + shadow_H
+        hidden_X = embed(self.weights, token_id) + shadow_X
         for layer, cache in self.sequential_cache.items():
-            query, key, value = query_key_value(self.weights, self.shape, layer, hidden_H, self.position)
+            query, key, value = query_key_value(self.weights, self.shape, layer, hidden_X, self.position)
             cache.append(position=self.position, kind="real", key=key, value=value)
             seen = (cache.positions, cache.keys, cache.values)
-            hidden_H = rest_of_layer(self.weights, self.shape, layer, hidden_H, query, self.position, *seen)
+            hidden_X = rest_of_layer(self.weights, self.shape, layer, hidden_X, query, self.position, *seen)
         self.position += 1
-        return head_logits(self.weights, self.shape, hidden_H)
+        return head_logits(self.weights, self.shape, hidden_X)
 
 
 def _start(

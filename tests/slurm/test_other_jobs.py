@@ -105,8 +105,8 @@ def test_an_array_writes_the_bytes_of_one_process(workplace, texts):
     shards = [str(workplace.folder / f"data/corpus-{task:05d}-of-00004") for task in range(4)]
     joined = b"".join(Path(shard + ".bin").read_bytes() for shard in shards)
     assert joined == Path(single + ".bin").read_bytes() and len(joined) > 1000
-    lengths = np.concatenate([TokenFile(shard).document_lengths_D for shard in shards])
-    assert lengths.tolist() == TokenFile(single).document_lengths_D.tolist() and len(lengths) == 160
+    lengths = np.concatenate([TokenFile(shard).document_lengths_U for shard in shards])
+    assert lengths.tolist() == TokenFile(single).document_lengths_U.tolist() and len(lengths) == 160
 
 
 def test_a_server_answers_at_the_address_that_the_job_gives_until_it_is_cancelled(workplace):

@@ -104,3 +104,10 @@ def test_the_documentation_shows_an_image_of_each_variant():
     assert {Path(image).stem for image in images} == set(VARIANTS)
     for image in images:
         assert (CYCLES_MD.parent / image).read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_ends_quietly_when_its_reader_leaves():
+    """`inspect_mask.py | head -1`"""
+    command = f"{shlex.quote(sys.executable)} tools/inspect_mask.py --documents 400 | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "0" and len(done.stdout.splitlines()) == 2 and done.stderr == ""

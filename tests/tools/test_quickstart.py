@@ -1,7 +1,6 @@
 """The quickstart, small: the same parts in the same order, on a folder of texts instead of the standard library."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -9,10 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dmtd.errors import DMTDError
-from megatron_dmtd.quickstart.decode import heldout_prompts
-from megatron_dmtd.quickstart.parts import Part, PartError, Parts, run_command
-from megatron_dmtd.quickstart.plan import Machine, Plan
 from tools.quickstart import main
 
 ROOT = Path(__file__).parents[2]
@@ -114,91 +109,6 @@ def test_a_command_that_the_report_proposes_parses(first, folder):
     assert "--cycle.variant 'causal-norefresh'" in commands
     for script in re.findall(r"tools/\w+\.py", commands):
         assert (ROOT / script).is_file()
-
-
-def make_part(path: Path, inputs: dict, calls: list[str]) -> Part:
-    def work() -> None:
-        calls.append("worked")
-        path.write_text("x")
-
-    return Part(name="a part", inputs=inputs, outputs=(path,), work=work)
-
-
-def test_a_part_is_done_once_and_anew_when_its_inputs_change(tmp_path):
-    calls, said = [], []
-    parts, path = Parts(tmp_path, say=said.append), tmp_path / "result"
-    parts.run(make_part(path, {"steps": (1, 2)}, calls))
-    parts.run(make_part(path, {"steps": (1, 2)}, calls))
-    assert calls == ["worked"] and said == ["a part: already done"]
-    parts.run(make_part(path, {"steps": (1, 3)}, calls))
-    assert calls == ["worked"] * 2
-    path.unlink()
-    parts.run(make_part(path, {"steps": (1, 3)}, calls))
-    assert calls == ["worked"] * 3
-
-
-def test_an_interrupted_part_finds_what_it_left_and_an_outdated_one_does_not(tmp_path):
-    parts, path, seen = Parts(tmp_path, say=print), tmp_path / "result", []
-
-    def fail() -> None:
-        seen.append(path.exists())
-        path.write_text("half")
-        raise KeyboardInterrupt
-
-    for inputs in (1, 1, 2):
-        with pytest.raises(KeyboardInterrupt):
-            parts.run(Part(name="a part", inputs={"value": inputs}, outputs=(path,), work=fail))
-    assert seen == [False, True, False]
-
-
-def test_a_torn_stamp_means_not_done(tmp_path):
-    calls, path = [], tmp_path / "result"
-    Parts(tmp_path, say=print).run(make_part(path, {}, calls))
-    (tmp_path / ".parts" / "a-part.json").write_text('{"inputs": {')
-    Parts(tmp_path, say=print).run(make_part(path, {}, calls))
-    assert calls == ["worked"] * 2
-
-
-def test_a_failed_command_shows_the_end_of_its_log_and_where_it_is(tmp_path):
-    log = tmp_path / "logs" / "command.log"
-    code = "import sys; print('the reason'); sys.exit(7)"
-    with pytest.raises(PartError, match="exit status 7") as caught:
-        run_command([sys.executable, "-c", code], log=log, cwd=tmp_path, environment=os.environ, poll_s=0.01)
-    assert "the reason" in caught.value.found and str(log) in caught.value.remedy
-
-
-def test_an_interruption_ends_the_command(tmp_path):
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    log = tmp_path / "command.log"
-    code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
-    polls = iter(range(10**6))
-
-    def watch() -> None:
-        if next(polls) and len(log.read_text().splitlines()) > 1:
-            interrupt()
-
-    with pytest.raises(KeyboardInterrupt):
-        run_command([sys.executable, "-c", code], log=log, cwd=tmp_path, environment=os.environ, watch=watch, poll_s=0.01)
-    pid = int(log.read_text().splitlines()[-1])
-    assert not Path(f"/proc/{pid}").exists()
-
-
-@pytest.mark.parametrize(
-    ("num_gpus", "num_cores", "processes", "threads"), [(0, 2, 2, 1), (0, 9, 2, 4), (0, 1, 2, 1), (1, 16, 1, 16), (8, 64, 2, 32)]
-)
-def test_processes_follow_the_machine(num_gpus, num_cores, processes, threads):
-    machine = Machine(num_gpus=num_gpus, num_cores=num_cores)
-    assert (machine.num_processes, machine.threads_per_process) == (processes, threads)
-    plan = Plan(root=ROOT, directory=Path("/nowhere"), machine=machine)
-    assert plan.config("vanilla").parallel.pipeline == processes
-    assert f"--nproc-per-node {processes} " in " ".join(plan.train_command("vanilla"))
-
-
-def test_too_few_held_out_documents_are_refused(corpus):
-    with pytest.raises(DMTDError, match="held-out documents of more than 5000 tokens"):
-        heldout_prompts(corpus[1], count=3, num_tokens=5000)
 
 
 @pytest.mark.parametrize("option", ["--steps", "--new-tokens", "--timed-runs"])

@@ -64,12 +64,12 @@ def test_adding_in_turn_equals_merging():
         one = PhaseLoss(4)
         one.add(**batch)
         merged.sums.add_(one.sums)
-    assert torch.equal(together.sums_2T, merged.sums_2T)
+    assert torch.equal(together.sums_2C, merged.sums_2C)
 
 
 def test_counts_stay_exact_beyond_float32():
     phases = PhaseLoss(1)
-    phases.sums_2T[1, 0] = 2.0**24
+    phases.sums_2C[1, 0] = 2.0**24
     phases.add(loss_BN=torch.ones(1, 1), loss_mask_BN=torch.ones(1, 1), positions_BN=torch.zeros(1, 1, dtype=torch.int64))
     assert phases.num_targets == 2**24 + 1
 

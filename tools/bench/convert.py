@@ -10,7 +10,9 @@ before the conversion begins (interpreter, torch, transformers). Each pair is ch
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
+import math
 import os
 import platform
 import shutil
@@ -23,19 +25,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_dmtd.config import CycleConfig, ModelConfig
 from megatron_dmtd.config.decoder import decoder_of
-from megatron_dmtd.conversion.compare import compare
-from megatron_dmtd.conversion.convert import export_hf, import_hf
-from megatron_dmtd.conversion.hf_directory import write_hf_directory
-from megatron_dmtd.conversion.sources import open_source
-from megatron_dmtd.families import ModelDescription, write_fields
-from megatron_dmtd.weights.megatron_names import rules
-from megatron_dmtd.weights.specs import TensorSpec
 
-_CONVERSIONS = {"import": import_hf, "export": export_hf}
+_CONVERSIONS = ("import", "export")
 
 
 def _model(arguments: argparse.Namespace, num_layers: int) -> ModelConfig:
@@ -51,6 +44,13 @@ def _model(arguments: argparse.Namespace, num_layers: int) -> ModelConfig:
 
 def make_directory(directory: Path, model: ModelConfig) -> None:
     """A Hugging Face directory of random bf16 weights, one tensor in memory at a time."""
+    import torch
+
+    from megatron_dmtd.conversion.hf_directory import write_hf_directory
+    from megatron_dmtd.families import ModelDescription, write_fields
+    from megatron_dmtd.weights.megatron_names import rules
+    from megatron_dmtd.weights.specs import TensorSpec
+
     specs = {name: TensorSpec(shape, torch.bfloat16) for rule in rules(decoder_of(model)) for name, shape in rule.hf}
     generator = torch.Generator().manual_seed(0)
     tensors = ((name, torch.empty(spec.shape, dtype=spec.dtype).normal_(generator=generator)) for name, spec in specs.items())
@@ -66,9 +66,12 @@ def _memory_bytes(field: str) -> int:
 
 def convert_here(kind: str, source: str, target: str) -> dict[str, float]:
     """Seconds and bytes above the start of one conversion. Runs in a process of its own, on Linux."""
+    from megatron_dmtd.conversion.convert import export_hf, import_hf
+
+    convert = {"import": import_hf, "export": export_hf}[kind]
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before, start = _memory_bytes("VmRSS"), time.perf_counter()
-    _CONVERSIONS[kind](source, target)
+    convert(source, target)
     return {"seconds": time.perf_counter() - start, "peak_bytes": _memory_bytes("VmHWM") - before}
 
 
@@ -92,6 +95,9 @@ def _measure(folder: Path, model: ModelConfig, *, repeats: int) -> dict[str, Any
     """Each conversion follows a copy that is removed again: a change of the machine's load meets both, and both find as much
     memory that was in use a moment ago, which a virtual machine gives out faster than other memory.
     """
+    from megatron_dmtd.conversion.compare import compare
+    from megatron_dmtd.conversion.sources import open_source
+
     source = folder / "source"
     make_directory(source, model)
     runs: dict[str, list[Any]] = {kind: [] for kind in _CONVERSIONS}
@@ -104,7 +110,7 @@ def _measure(folder: Path, model: ModelConfig, *, repeats: int) -> dict[str, Any
         assert comparison.is_equal and comparison.num_equal > 0, comparison
         for name in ("start", "out"):
             shutil.rmtree(folder / name)
-    largest = max(spec.dtype.itemsize * torch.Size(spec.shape).numel() for spec in open_source(source).stored.values())
+    largest = max(spec.dtype.itemsize * math.prod(spec.shape) for spec in open_source(source).stored.values())
     size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     shutil.rmtree(source)
     cp = statistics.median(run["cp_s"] for kind in _CONVERSIONS for run in runs[kind])
@@ -169,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             results.append(_measure(Path(folder), _model(arguments, num_layers), repeats=arguments.repeats))
             print(_report(results[-1]), flush=True)
     if arguments.output:
-        machine = {"machine": platform.platform(), "cpus": os.cpu_count(), "torch": torch.__version__}
+        machine = {"machine": platform.platform(), "cpus": os.cpu_count(), "torch": importlib.metadata.version("torch")}
         Path(arguments.output).write_text(json.dumps(machine | {"results": results}, indent=2) + "\n")
     return 0
 

@@ -17,16 +17,17 @@ import statistics
 import sys
 import tempfile
 import time
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
-from megatron_dmtd.data.batches.dataset import PackedDataset
-from megatron_dmtd.data.batches.loader import batches, collate, prefetched
-from megatron_dmtd.data.batches.packing import Packing
-from megatron_dmtd.training.log import read_metrics
+# torch takes seconds, which help and refusals need not wait for
+if TYPE_CHECKING:
+    from megatron_dmtd.data.batches.dataset import PackedDataset
 
 
 def measure(dataset: PackedDataset, *, micro_batch_size: int, num_batches: int, first_row: int, depth: int) -> float:
     """Slots per second of `num_batches` batches."""
+    from megatron_dmtd.data.batches.loader import batches, collate, prefetched
+
     stream = batches(
         dataset,
         make_batch=collate,
@@ -43,6 +44,8 @@ def measure(dataset: PackedDataset, *, micro_batch_size: int, num_batches: int, 
 
 def consumed_tokens_per_s(log: str, *, data_parallel: int) -> float:
     """What one data-parallel rank of a logged run consumes: the median line, without the first, which may hold a compilation."""
+    from megatron_dmtd.training.log import read_metrics
+
     lines = read_metrics(log)
     rates = [line["tokens_per_s"] for line in lines if "tokens_per_s" in line]
     return statistics.median(rates[1:] or rates) / data_parallel
@@ -62,6 +65,9 @@ def main() -> int:
     consumer.add_argument("--log", help="metrics.jsonl of a run, which tells it")
     parser.add_argument("--data-parallel", type=int, default=1, help="data-parallel ranks of that run (default: 1)")
     parsed = parser.parse_args()
+    from megatron_dmtd.data.batches.dataset import PackedDataset
+    from megatron_dmtd.data.batches.packing import Packing
+
     consumed = parsed.step_tokens_per_s
     if parsed.log:
         consumed = consumed_tokens_per_s(parsed.log, data_parallel=parsed.data_parallel)

@@ -21,8 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from megatron_dmtd.architecture import decoder_tensors, make_schedule
 from megatron_dmtd.architecture import tensors as names
@@ -30,13 +29,17 @@ from megatron_dmtd.architecture.schedule import PARALLEL, SEQUENTIAL
 from megatron_dmtd.cycle import ORDINARY, VANILLA, VARIANTS
 from megatron_dmtd.errors import DMTDError
 from megatron_dmtd.families import hf_name, read_fields
-from megatron_dmtd.hf import DMTDQwen3Config
-from megatron_dmtd.inference import Engine, EngineConfig, SamplingParams
-from megatron_dmtd.inference.native.build import load_kernels
-from megatron_dmtd.inference.ops.linear import DenseLinear
-from megatron_dmtd.inference.ops.matmul import FEW_ROWS, ROW_COUNTS, DenseProduct, fastest_ms
-from megatron_dmtd.inference.ops.protocol import Ops
-from megatron_dmtd.inference.weights import ModelWeights, build_model
+from megatron_dmtd.inference import EngineConfig, SamplingParams
+
+# torch and transformers take seconds, which help and refusals need not wait for
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_dmtd.hf import DMTDQwen3Config
+    from megatron_dmtd.inference import Engine
+    from megatron_dmtd.inference.ops.linear import DenseLinear
+    from megatron_dmtd.inference.ops.protocol import Ops
+    from megatron_dmtd.inference.weights import ModelWeights
 
 #: 1.1 GB of fp32 weights: too large for any cache, small enough for a workstation.
 MODEL = {
@@ -68,7 +71,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, nargs="+", default=[128], help="tokens in the caches at the start")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds of one cycle per kind; one more is not counted")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, help="default: torch's own number")
     parser.add_argument(
         "--cpu-time",
         action="store_true",
@@ -88,8 +91,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def random_model(layers: Sequence[int] | None, matrix_dtype: torch.dtype = torch.float32) -> tuple[DMTDQwen3Config, ModelWeights]:
+def random_model(layers: Sequence[int] | None, matrix_dtype: torch.dtype | None = None) -> tuple[DMTDQwen3Config, ModelWeights]:
     """Weights of one size for all kinds."""
+    import torch
+
+    from megatron_dmtd.hf import DMTDQwen3Config
+    from megatron_dmtd.inference.weights import build_model
+
     fields = dict(MODEL)
     if layers:
         fields |= {"num_parallel_layers": layers[0], "num_sequential_layers": layers[1]}
@@ -116,6 +124,10 @@ def as_kind(model: ModelWeights, kind: str) -> ModelWeights:
 
 def filled_engine(model: ModelWeights, kind: str, starts: Sequence[int], *, max_new: int, options: dict) -> Engine:
     """An engine in the middle of decoding: request i has `starts[i]` tokens in its caches, of random contents."""
+    import torch
+
+    from megatron_dmtd.inference import Engine
+
     longest = max(starts) + max_new + 2 * CYCLE
     config = EngineConfig(
         max_batch=len(starts),
@@ -155,11 +167,16 @@ class BareProducts:
     """The matrix products of a cycle and nothing else, through the fastest kernel."""
 
     def __init__(self, model: ModelWeights, batch: int) -> None:
+        from megatron_dmtd.inference.native.build import load_kernels
+        from megatron_dmtd.inference.ops.matmul import DenseProduct
+
         self.model, self.batch = model, batch
         sample = [linear for layer in model.layers[:2] for linear in layer.linears]
         self.fastest = DenseProduct(load_kernels(), sample, max_rows=max(2 * CYCLE * batch, 8))
 
     def _products(self, linears: Sequence[DenseLinear], rows: int) -> Callable[[], None]:
+        import torch
+
         inputs = {width: torch.randn(rows, width) for width in {linear.in_features for linear in linears}}
         outputs = {width: torch.empty(rows, width) for width in {linear.out_features for linear in linears}}
 
@@ -256,6 +273,11 @@ def show(figures: list[dict]) -> None:
 
 def show_kernels(model: ModelWeights, max_rows: int) -> dict:
     """The kernels of products, and oneDNN's prepacked weights (a second copy) for comparison, by number of rows."""
+    import torch
+
+    from megatron_dmtd.inference.native.build import load_kernels
+    from megatron_dmtd.inference.ops.matmul import FEW_ROWS, ROW_COUNTS, DenseProduct, fastest_ms
+
     sample = [linear for layer in model.layers[:2] for linear in layer.linears]
     fastest = DenseProduct(load_kernels(), sample, max_rows=max_rows)
     table = {}
@@ -276,9 +298,10 @@ def show_kernels(model: ModelWeights, max_rows: int) -> dict:
 
 def hf_token_s(config: DMTDQwen3Config, model: ModelWeights, kind: str, context: int) -> float:
     """Seconds per token of Hugging Face generate on the same memory: a call for many tokens less a call for one."""
+    import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from megatron_dmtd.hf import DMTDQwen3ForCausalLM
+    from megatron_dmtd.hf import DMTDQwen3Config, DMTDQwen3ForCausalLM
 
     fields = config.to_dict()
     if kind == VANILLA:
@@ -383,9 +406,12 @@ def alignment(model: ModelWeights, kind: str, batch: int, context: int, options:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 2 refused."""
     options = arguments(argv)
+    import torch
+
     if options.cpu_time:
         global clock
         clock, options.threads = time.thread_time, 1
+    options.threads = options.threads or torch.get_num_threads()
     torch.set_num_threads(options.threads)
     config, model = random_model(options.layers, getattr(torch, options.matrix_dtype))
     weight_bytes = sum(linear.num_bytes for layer in model.layers for linear in layer.linears) + model.head.num_bytes

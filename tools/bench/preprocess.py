@@ -101,7 +101,7 @@ def worker_rates(source: str, tokenizer_dir: str) -> dict[str, float]:
     encode = BlockEncoder(job)
     (lines,) = open_inputs([source])
     started = time.process_time()
-    fast = [encode(block).splits["all"].tokens_T for block in lines.blocks(BLOCK_BYTES)]
+    fast = [encode(block).splits["all"].tokens_N for block in lines.blocks(BLOCK_BYTES)]
     fast_s = time.process_time() - started
     _start(text)
     with Path(source).open(encoding="utf-8") as stream:

@@ -21,11 +21,15 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
-import torch
 
-from megatron_dmtd.inference import Engine, EngineConfig, SamplingParams
+from megatron_dmtd.inference import EngineConfig, SamplingParams
+
+# torch takes seconds, which help and refusals need not wait for
+if TYPE_CHECKING:
+    from megatron_dmtd.inference import Engine
 
 SERVER = Path(__file__).parents[1] / "serve.py"
 #: tokens for prompts
@@ -62,6 +66,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def save_random_model(folder: Path) -> Path:
     """Random weights, and a tokenizer of bytes."""
+    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -79,6 +84,8 @@ def save_random_model(folder: Path) -> Path:
 @contextlib.contextmanager
 def served(folder: Path, num_clients: int, options: argparse.Namespace) -> Iterator[str]:
     """A server; the address of its completions."""
+    import torch
+
     command = [sys.executable, "-W", "ignore", str(SERVER), str(folder), "--port", "0", "--device", "cpu"]
     command += ["--max-batch", str(num_clients), "--max-length", str(options.tokens + ROOM)]
     environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
@@ -122,6 +129,8 @@ def alone(engine: Engine, num_clients: int, num_tokens: int) -> float:
 
 def measure(folder: Path, num_clients: int, options: argparse.Namespace) -> dict[str, float]:
     """Medians of tokens per second, by way."""
+    from megatron_dmtd.inference import Engine
+
     config = EngineConfig(max_batch=num_clients, max_length=options.tokens + ROOM)
     own = Engine(folder, config, device="cpu")
     found: dict[str, list[float]] = {"engine": [], "server, whole": [], "server, streamed": []}
@@ -136,6 +145,8 @@ def measure(folder: Path, num_clients: int, options: argparse.Namespace) -> dict
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0."""
     options = arguments(argv)
+    import torch
+
     if options.threads:
         torch.set_num_threads(options.threads)
     results = []

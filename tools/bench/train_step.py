@@ -19,9 +19,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+# torch takes seconds, which help and refusals need not wait for
+if TYPE_CHECKING:
+    import torch
 
 SIZES = {
     "5M": {
@@ -66,7 +68,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--forms", nargs="+", choices=FORMS, default=FORMS, metavar="FORM", help=f"of {', '.join(FORMS)} (default: all)"
     )
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default: %(default)s)")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own number)")
     parser.add_argument("--json", default="", help="also write the figures to this file")
     return parser.parse_args()
 
@@ -82,17 +84,21 @@ def config_of(size: str, variant: str, seq_length: int) -> Any:
     return Config(model=model, cycle=cycle, data=DataConfig(seq_length=seq_length, pad_token_id=0))
 
 
-class CausalAttention(torch.nn.Module):
+def causal_attention() -> type[torch.nn.Module]:
     """The kernel of the vanilla model's attention, for Megatron's GPTModel."""
+    import torch
 
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
+    class CausalAttention(torch.nn.Module):
+        def __init__(self, **_: Any) -> None:
+            super().__init__()
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: None, /, **_: Any) -> torch.Tensor:
-        """[s, b, heads, width] to [s, b, heads * width]."""
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out.permute(2, 0, 1, 3).flatten(2)
+        def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _mask: None, /, **_: Any) -> torch.Tensor:
+            """[s, b, heads, width] to [s, b, heads * width]."""
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return out.permute(2, 0, 1, 3).flatten(2)
+
+    return CausalAttention
 
 
 def gpt_model(config: Any) -> torch.nn.Module:
@@ -108,7 +114,7 @@ def gpt_model(config: Any) -> torch.nn.Module:
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules
     attention.q_layernorm = attention.k_layernorm = RMSNorm
-    attention.core_attention = CausalAttention
+    attention.core_attention = causal_attention()
     megatron_config = dataclasses.replace(transformer_config(config, on_cuda=False), perform_initialization=True)
     return GPTModel(
         megatron_config,
@@ -123,6 +129,8 @@ def gpt_model(config: Any) -> torch.nn.Module:
 
 def forms(names: Sequence[str], size: str, seq_length: int, platform: Any) -> dict[str, Callable[[], None]]:
     """One step of the baseline and of each form of `names`, by name."""
+    import torch
+
     from megatron_dmtd.families import ModelDescription, write_fields
     from megatron_dmtd.hf import DMTDQwen3Config, DMTDQwen3ForCausalLM
     from megatron_dmtd.training.setup import build_models
@@ -158,6 +166,8 @@ def seconds(step: Callable[[], None]) -> float:
 
 def matmul_flops_per_s(rounds: int) -> float:
     """Rate of a large fp32 matrix product, median."""
+    import torch
+
     a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
     torch.mm(a, b)
     times = [seconds(lambda: torch.mm(a, b)) for _ in range(rounds)]
@@ -211,6 +221,9 @@ def measure(names: Sequence[str], size: str, seq_length: int, rounds: int, platf
 def main() -> int:
     """Print a table per length."""
     options = arguments()
+    import torch
+
+    options.threads = options.threads or torch.get_num_threads()
     torch.set_num_threads(options.threads)
     from megatron_dmtd.config import Config
     from megatron_dmtd.parallel.groups import init_parallel, shut_down

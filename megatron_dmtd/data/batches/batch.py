@@ -1,6 +1,6 @@
 """One batch of packed documents, as the training step takes it.
 
-Shape legend: B rows, N slots per row.
+Shape legend: B rows, N slots of a row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Batch:
     labels_BN: torch.Tensor
     """The id to predict at each slot, int64; the pad id where `loss_mask_BN` is 0."""
     loss_mask_BN: torch.Tensor
-    """1.0 where the label is a real target, 0.0 elsewhere, float32. Known by place, never by the value of a token."""
+    """1.0 where the label is a real target, 0.0 elsewhere, float32. It depends on positions, never on the value of a token."""
     positions_BN: torch.Tensor
     """Position of each slot in its document, int64, from 0."""
     document_lengths: tuple[tuple[int, ...], ...]

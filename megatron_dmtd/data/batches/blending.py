@@ -1,10 +1,10 @@
 """Several corpora in given proportions, row by row, without an index: where row i comes from is computed, not stored.
 
 The corpora are halved again and again; at each halving, row n of the part goes left exactly when floor(n p + o) steps up, where p
-is the left half's share and o an offset drawn from the seed. This is exact integer arithmetic, so that after any number of rows
-each corpus has given its share of them, up to one row per halving, for ever: nothing drifts, whatever the weights. Any row can be
-asked for at any time, so a run is resumed by the number of its next row, on any number of ranks. Each corpus counts its own rows
-and shuffles its own epochs.
+is the left half's share and o an offset drawn from the seed. This is exact integer arithmetic: after any number of rows each
+corpus has contributed its share, up to one row per halving, and nothing drifts, whatever the weights. Any row can be requested at
+any time, so a run is resumed by the number of its next row, on any number of ranks. Each corpus counts its own rows and shuffles
+its own epochs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_dmtd.infra.digests import stable_hash
 
 
 def exact_shares(weights: Sequence[float]) -> list[Fraction]:
-    """The weights as exact shares of their sum; 0.1 means one tenth. Raises `ConfigError` if one is no positive number."""
+    """The weights as exact shares of their sum; 0.1 means one tenth. Raises `ConfigError` unless all are positive numbers."""
     for weight in weights:
         if not (math.isfinite(weight) and weight > 0):
             raise ConfigError(
@@ -36,7 +36,7 @@ class Schedule:
     """Which corpus gives row i, and which of its rows that is."""
 
     def __init__(self, shares: Sequence[Fraction], *, seed: int) -> None:
-        """`shares` add up to 1; `seed` moves where in the sequence each corpus gets its turns."""
+        """`shares` add up to 1; `seed` shifts each corpus's turns within the sequence."""
         assert sum(shares) == 1, shares
         self._shares = list(shares)
         self._seed = seed
@@ -79,7 +79,7 @@ class BlendedDataset:
     def __init__(self, datasets: Sequence[PackedDataset], weights: Sequence[float], *, seed: int) -> None:
         """`weights` are shares of the rows, one per corpus, and need not add up to 1.
 
-        Raises `ConfigError` if their number is not that of the corpora, or one is no positive number.
+        Raises `ConfigError` unless there is one positive weight for each corpus.
         """
         if len(datasets) != len(weights):
             raise ConfigError(

@@ -1,11 +1,10 @@
 """Rows of a packed corpus by number: row i is the same on every rank, machine and layout, and after every restart.
 
-Rows count over all epochs, 0 to infinity; the documents, and the rows that they
-fill, are shuffled anew for each epoch. Nothing here is state: a run is resumed
-by the number of its next row. Which rank takes which row is the loader's business. With a cache, what grows with the corpus lies
-on disk and is memory-mapped.
+Rows are numbered over all epochs, without end; documents, and the rows that they fill, are shuffled again for each epoch. Nothing
+here is state: a run is resumed by the number of its next row. The loader decides which rank takes which row. With a cache,
+everything that grows with the corpus is on disk and memory-mapped.
 
-Shape legend: N slots per row, D documents.
+Shape legend: N slots of a row, U documents.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from megatron_dmtd.data.batches.rows import Row
 from megatron_dmtd.data.batches.token_file import TokenFile, token_file_paths
 from megatron_dmtd.errors import ConfigError, DataError
 
-#: what the check of a corpus at its opening reads at most: documents per file, and tokens per document
+#: limits of the check when a corpus is opened: documents per file, and tokens per document
 _SAMPLED_DOCUMENTS = 64
 _SAMPLED_TOKENS = 4096
-#: goes up whenever the same corpus and settings would give another plan
+#: increased whenever the same corpus and settings would give a different plan
 _PLAN_VERSION = 1
 
 
@@ -87,7 +86,7 @@ def _check_arguments(prefixes: Sequence[str], *, seq_length: int, cycle_length: 
 
 
 def _open_marks(file: TokenFile) -> TokenFile | None:
-    """The loss marks of a file, if its manifest says that there are some. Raises `DataError` if they are not there or not its."""
+    """The loss marks of a file, if there are any. Raises `DataError` if they are missing or belong to another file."""
     manifest = read_manifest(file.prefix)
     if manifest is None or manifest.loss == "all":
         return None
@@ -102,7 +101,7 @@ def _open_marks(file: TokenFile) -> TokenFile | None:
 
 
 def _file_key(prefix: str) -> list[object]:
-    """What tells a token file from others of the same name, without reading it."""
+    """What distinguishes a token file from others of the same name, without reading it."""
     manifest = read_manifest(prefix)
     status = [path.stat() for path in token_file_paths(prefix)]
     return [os.path.abspath(prefix), *((one.st_size, one.st_mtime_ns) for one in status), manifest and manifest.bin_sha256]
@@ -126,10 +125,10 @@ class PackedDataset:
     ) -> None:
         """Open `prefixes` as one corpus, in rows of `seq_length` slots, packed as `megatron_dmtd.data.batches.packing` says.
 
-        The plan of an epoch is kept in `cache_dir` and found there by whoever wants the same; None keeps it in memory.
+        The plan of an epoch is cached in `cache_dir` for every process that needs the same one; None keeps it in memory.
         `shuffle_seed` None keeps the documents in the order of the files (evaluation). With `vocab_size`, ids outside the
-        vocabulary are refused (under tensor parallelism they would be embedded as zeros without a word); with `mask_token_id`,
-        texts that hold it: in a sample of each file now, and in every row when it is read.
+        vocabulary are refused (tensor-parallel ranks would silently embed them as zeros); with `mask_token_id`, texts that
+        contain it: in a sample of each file now, and in every row when it is read.
 
         Raises:
             ConfigError: `seq_length` is not a multiple of `cycle_length`, or no prefix is given.
@@ -152,7 +151,7 @@ class PackedDataset:
             self._check_file(file)
         self._plans: dict[int, EpochPlan] = {}
         self.counts = self._plan(0).counts
-        """What the first epoch holds, and, but for the documents cut by concatenation, every other."""
+        """Of the first epoch. Other epochs differ only in the number of documents that concatenation cuts."""
         if self.rows_per_epoch == 0:
             raise DataError(
                 found=f"{self.num_documents} documents in {', '.join(prefixes)}, all of fewer than 2 tokens",
@@ -231,12 +230,12 @@ class PackedDataset:
         }
 
     def _build_plan(self, epoch: int) -> EpochPlan:
-        lengths_D = np.concatenate([file.document_lengths_D for file in self._files])
-        order_D = epoch_order(self.num_documents, shuffle_seed=self.shuffle_seed, epoch=epoch)
+        lengths_U = np.concatenate([file.document_lengths_U for file in self._files])
+        order_U = epoch_order(self.num_documents, shuffle_seed=self.shuffle_seed, epoch=epoch)
         rows = partial(epoch_order, shuffle_seed=self.shuffle_seed, epoch=epoch, stream=1)
         return self._plan_type(
-            lengths_D,
-            order_D,
+            lengths_U,
+            order_U,
             seq_length=self.seq_length,
             cycle_length=self.cycle_length,
             row_order=None if self.shuffle_seed is None else rows,

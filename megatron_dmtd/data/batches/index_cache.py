@@ -1,8 +1,8 @@
 """Arrays that are built once, kept on disk and memory-mapped: plans of epochs, which grow with the corpus.
 
-An entry is a folder that is renamed into place whole, so it is there completely or not at all. Processes that want the same entry
-wait for the one that builds it; where locks do not reach (nodes without a common disk, file systems without locks) each builds
-its own, and since an entry depends on nothing but its key, it does not matter whose is kept.
+An entry is a folder that is renamed into place, so it is complete or absent. Processes that need the same entry wait for the one
+that builds it. Where locks do not work (nodes without a common disk, file systems without locks) each process builds its own;
+since an entry depends only on its key, it does not matter which one is kept.
 """
 
 from __future__ import annotations

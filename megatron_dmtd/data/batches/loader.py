@@ -1,11 +1,11 @@
 """Microbatches of one data-parallel rank, in order, from any row on.
 
-A global batch holds the G rows that follow the batch before it, however many ranks share them, so a run may be resumed on
-another number of ranks. G may change during a run: it is asked for by the number of rows before the batch. Tensor- and
-pipeline-parallel ranks of one replica ask for the same rows and read the same data: nothing is broadcast. All randomness is the
-source's, and there is no state but the next row. `prefetched` reads ahead on a thread of its own, which changes no batch.
+A global batch holds the rows that follow the batch before it, however many ranks share them, so a run may be resumed on another
+number of ranks. Its size may change during a run and depends on the number of rows before it. Tensor- and pipeline-parallel ranks
+of one replica ask for the same rows and read the same data: nothing is broadcast. All randomness is the source's, and the only
+state is the number of the next row. `prefetched` reads ahead on a thread of its own, without changing any batch.
 
-Shape legend: B rows, N slots per row; G rows per global batch.
+Shape legend: B rows, N slots of a row.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ def batches(
     data_parallel_size: int,
     end_row: int | None = None,
 ) -> Iterator[BatchT]:
-    """The rank's microbatches of the global batches from row `first_row` on; that at row i has `rows_of_batch(i)` rows, its G.
+    """The rank's microbatches of the global batches from row `first_row` on.
 
-    Each global batch gives every rank the same number of microbatches, `G / (micro_batch_size * data_parallel_size)`. In each,
-    the ranks take `micro_batch_size` rows one after the other. `first_row` is the number of rows consumed so far, by all ranks.
+    The global batch that begins at row i has `rows_of_batch(i)` rows. It gives every rank the same number of microbatches; in
+    each, the ranks take `micro_batch_size` rows one after the other. `first_row` is the number of rows consumed so far by all
+    ranks.
 
-    Without `end_row` the batches never end: epochs roll over. With it, the batches end at the row before it, and rows without a
-    target complete the last global batch, so that all ranks still take equally many steps (a pass over a held-out corpus).
-    `make_batch` makes a microbatch of its rows: `collate`, for packed documents.
+    Without `end_row` the batches never end: one epoch follows another. With it, the batches end before that row, and rows without
+    a target complete the last global batch, so that all ranks take the same number of steps (a pass over a held-out corpus).
+    `make_batch` makes a microbatch of its rows; for packed documents it is `collate`.
     """
     rows_of_all = micro_batch_size * data_parallel_size
     assert micro_batch_size > 0, micro_batch_size
@@ -83,8 +84,8 @@ def batches(
 
 
 def prefetched(iterator: Iterator[BatchT], *, depth: int) -> Iterator[BatchT]:
-    """The batches of `iterator`, up to `depth` of them read ahead by a thread, so that a slow disk is waited for only when it is
-    slower than training for that long. 0 reads without a thread. What reading raises is raised where its batch is asked for.
+    """The batches of `iterator`, up to `depth` of them prefetched by a thread, so that training waits for a slow disk only if it
+    is behind by more than that. 0: no thread. An error while reading a batch is raised where that batch is requested.
     """
     return iterator if depth == 0 else _read_ahead(iterator, depth)
 

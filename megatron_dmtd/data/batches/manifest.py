@@ -1,6 +1,6 @@
-"""The manifest `PREFIX.json` beside a token file: what made it and what it holds.
+"""The manifest `PREFIX.json` of a token file: what made it and what it contains.
 
-Corpora made by other tools have none; it is never needed to read the tokens.
+Corpora made by other tools have none. It is never needed to read the tokens.
 """
 
 from __future__ import annotations

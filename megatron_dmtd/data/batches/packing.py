@@ -2,16 +2,16 @@
 
 A document of n tokens gives n - 1 inputs t_0 .. t_{n-2} with the targets t_1 .. t_{n-1}, and takes as many slots as complete
 the last cycle of its inputs. Rows are whole cycles, and so are all pieces, so that every slot has the same phase in every row
-(docs/method.md, section 1.4). A piece behind a cut starts again at position 0.
+(docs/method.md, section 1.4). After a cut the next piece starts again at position 0.
 
 - `concatenate`: the slots of all documents, in the order of the epoch, form one stream that is cut every `seq_length` slots. The
   end of the last row is a document of padding.
-- `best-fit`: a document is cut only if it is longer than a row, into whole rows and a rest. Rests and shorter documents, the
-  largest first, each go into the row with the least room that still holds them. What room remains is padding.
+- `best-fit`: a document is cut only if it is longer than a row, into whole rows and a remainder. Remainders and shorter documents
+  are placed in descending order of length, each into the fullest row that still has room for it. The rest of a row is padding.
 
-This module knows lengths only: no token, no file, no torch. A plan is a few arrays, which may lie in memory or on disk.
+This module works on lengths alone: no tokens, no files, no torch. A plan consists of a few arrays, in memory or on disk.
 
-Shape legend: D documents, K documents kept (those with a target), P pieces, R rows.
+Shape legend: U documents, Z documents kept (those with a target), J pieces, R rows of an epoch.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Piece:
 
 
 def epoch_order(num_documents: int, *, shuffle_seed: int | None, epoch: int, stream: int = 0) -> npt.NDArray[np.int64]:
-    """The order of the documents in `epoch`, int64 [D]: a permutation, or 0 .. D - 1 if `shuffle_seed` is None.
+    """The order of the documents in `epoch`, int64 [U]: a permutation, or 0 .. U - 1 if `shuffle_seed` is None.
 
     Another `stream` gives an unrelated order: that of the rows.
 
-    It sorts raw Philox words instead of calling `Generator.permutation`: NumPy promises the words of a bit generator for ever,
-    but not the stream of a method, and a resumed run must see the same order on any machine.
+    It sorts raw Philox words instead of calling `Generator.permutation`: NumPy guarantees the output of a bit generator across
+    versions, but not that of a method, and a resumed run must see the same order on any machine.
     """
     if shuffle_seed is None:
         return np.arange(num_documents, dtype=np.int64)
@@ -68,7 +68,7 @@ def epoch_order(num_documents: int, *, shuffle_seed: int | None, epoch: int, str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanCounts:
-    """What an epoch holds. It does not depend on the order of its documents, but for `num_cut` of concatenated ones."""
+    """What an epoch holds. Only `num_cut`, and only under concatenation, depends on the order of its documents."""
 
     num_rows: int
     """Rows of the epoch."""
@@ -102,19 +102,19 @@ class EpochPlan:
         target; they are left out and counted in `num_skipped`. `row_order(num_rows)` is the order of the rows, a permutation:
         without it, the rows of a long document follow each other, and a batch may be one document.
         """
-        documents_K, num_inputs_K, num_skipped = _keep(document_lengths, order, seq_length=seq_length, cycle_length=cycle_length)
-        slot_ends_K = np.cumsum(complete_length(num_inputs_K, cycle_length), dtype=np.int64)
-        num_slots = int(slot_ends_K[-1]) if slot_ends_K.size else 0
-        begins_K = np.concatenate((np.zeros(1, np.int64), slot_ends_K[:-1]))[: slot_ends_K.size]
+        documents_Z, num_inputs_Z, num_skipped = _keep(document_lengths, order, seq_length=seq_length, cycle_length=cycle_length)
+        slot_ends_Z = np.cumsum(complete_length(num_inputs_Z, cycle_length), dtype=np.int64)
+        num_slots = int(slot_ends_Z[-1]) if slot_ends_Z.size else 0
+        begins_Z = np.concatenate((np.zeros(1, np.int64), slot_ends_Z[:-1]))[: slot_ends_Z.size]
         counts = PlanCounts(
             num_rows=-(-num_slots // seq_length),
             num_slots=num_slots,
-            num_targets=int(num_inputs_K.sum()),
-            num_kept=documents_K.size,
+            num_targets=int(num_inputs_Z.sum()),
+            num_kept=documents_Z.size,
             num_skipped=num_skipped,
-            num_cut=int((begins_K // seq_length != (slot_ends_K - 1) // seq_length).sum()),
+            num_cut=int((begins_Z // seq_length != (slot_ends_Z - 1) // seq_length).sum()),
         )
-        arrays = {"documents": documents_K, "num_inputs": num_inputs_K, "slot_ends": slot_ends_K}
+        arrays = {"documents": documents_Z, "num_inputs": num_inputs_Z, "slot_ends": slot_ends_Z}
         if row_order is not None:
             arrays["row_order"] = row_order(counts.num_rows).astype(np.int64)
         self._set(arrays, counts, seq_length=seq_length, cycle_length=cycle_length)
@@ -128,7 +128,7 @@ class EpochPlan:
 
     def _set(self, arrays: Mapping[str, Array], counts: PlanCounts, *, seq_length: int, cycle_length: int) -> None:
         self.arrays = arrays
-        """All there is to keep of a plan, but for its counts."""
+        """Everything that has to be kept of a plan, except its counts."""
         self.counts = counts
         self.seq_length = seq_length
         self.cycle_length = cycle_length
@@ -158,12 +158,12 @@ class EpochPlan:
         assert 0 <= index < self.num_rows, (index, self.num_rows)
         if "row_order" in self.arrays:
             index = int(self.arrays["row_order"][index])
-        slot_ends_K = self.arrays["slot_ends"]
+        slot_ends_Z = self.arrays["slot_ends"]
         begin, end = index * self.seq_length, (index + 1) * self.seq_length
         pieces = []
         at = begin
-        nth = int(np.searchsorted(slot_ends_K, begin, side="right"))
-        while at < end and nth < slot_ends_K.size:
+        nth = int(np.searchsorted(slot_ends_Z, begin, side="right"))
+        while at < end and nth < slot_ends_Z.size:
             piece = self._piece(nth, at, end)
             pieces.append(piece)
             at += piece.num_slots
@@ -172,10 +172,10 @@ class EpochPlan:
 
     def _piece(self, nth: int, at: int, end: int) -> Piece:
         """What the `nth` document kept puts into the slots from `at` to `end` of the stream."""
-        slot_ends_K = self.arrays["slot_ends"]
-        document_begin = int(slot_ends_K[nth - 1]) if nth else 0
+        slot_ends_Z = self.arrays["slot_ends"]
+        document_begin = int(slot_ends_Z[nth - 1]) if nth else 0
         start = at - document_begin
-        num_slots = min(int(slot_ends_K[nth]), end) - at
+        num_slots = min(int(slot_ends_Z[nth]), end) - at
         num_inputs = min(int(self.arrays["num_inputs"][nth]) - start, num_slots)
         return Piece(document=int(self.arrays["documents"][nth]), start=start, num_inputs=num_inputs, num_slots=num_slots)
 
@@ -196,40 +196,40 @@ class BestFitPlan(EpochPlan):
 
         `row_order(num_rows)` is the order of the rows, a permutation. None: by the place in `order` of their first document.
         """
-        documents_K, num_inputs_K, num_skipped = _keep(document_lengths, order, seq_length=seq_length, cycle_length=cycle_length)
-        rest_K = np.arange(documents_K.size)[num_inputs_K % seq_length > 0]
-        rest_K = rest_K[np.argsort(-complete_length(num_inputs_K[rest_K] % seq_length, cycle_length), kind="stable")]
-        rest_inputs = num_inputs_K[rest_K] % seq_length
+        documents_Z, num_inputs_Z, num_skipped = _keep(document_lengths, order, seq_length=seq_length, cycle_length=cycle_length)
+        rest_Z = np.arange(documents_Z.size)[num_inputs_Z % seq_length > 0]
+        rest_Z = rest_Z[np.argsort(-complete_length(num_inputs_Z[rest_Z] % seq_length, cycle_length), kind="stable")]
+        rest_inputs = num_inputs_Z[rest_Z] % seq_length
         rows_of_rests, num_bins = _best_fit(
             complete_length(rest_inputs, cycle_length) // cycle_length, seq_length // cycle_length
         )
         # the whole rows of long documents come behind the shared ones
-        whole_K = num_inputs_K // seq_length
-        owner_of_whole = np.repeat(np.arange(documents_K.size), whole_K)
-        nth_of_whole = np.arange(owner_of_whole.size) - np.repeat(np.cumsum(whole_K) - whole_K, whole_K)
-        place_P = np.concatenate((rest_K, owner_of_whole))
-        starts_P = np.concatenate((num_inputs_K[rest_K] - rest_inputs, nth_of_whole * seq_length))
-        inputs_P = np.concatenate((rest_inputs, np.full(owner_of_whole.size, seq_length, dtype=np.int64)))
-        rows_P = np.concatenate((rows_of_rests, num_bins + np.arange(owner_of_whole.size)))
+        whole_Z = num_inputs_Z // seq_length
+        owner_of_whole = np.repeat(np.arange(documents_Z.size), whole_Z)
+        nth_of_whole = np.arange(owner_of_whole.size) - np.repeat(np.cumsum(whole_Z) - whole_Z, whole_Z)
+        place_J = np.concatenate((rest_Z, owner_of_whole))
+        starts_J = np.concatenate((num_inputs_Z[rest_Z] - rest_inputs, nth_of_whole * seq_length))
+        inputs_J = np.concatenate((rest_inputs, np.full(owner_of_whole.size, seq_length, dtype=np.int64)))
+        rows_J = np.concatenate((rows_of_rests, num_bins + np.arange(owner_of_whole.size)))
         num_rows = num_bins + owner_of_whole.size
         rank_R = np.empty(num_rows, dtype=np.int64)
-        rank_R[_row_order(rows_P, place_P, starts_P, num_rows) if row_order is None else row_order(num_rows)] = np.arange(
+        rank_R[_row_order(rows_J, place_J, starts_J, num_rows) if row_order is None else row_order(num_rows)] = np.arange(
             num_rows
         )
-        sorted_P = np.argsort(rank_R[rows_P], kind="stable")
+        sorted_J = np.argsort(rank_R[rows_J], kind="stable")
         arrays = {
-            "documents": documents_K[place_P[sorted_P]],
-            "starts": starts_P[sorted_P],
-            "num_inputs": inputs_P[sorted_P],
-            "row_ends": np.cumsum(np.bincount(rank_R[rows_P], minlength=num_rows), dtype=np.int64),
+            "documents": documents_Z[place_J[sorted_J]],
+            "starts": starts_J[sorted_J],
+            "num_inputs": inputs_J[sorted_J],
+            "row_ends": np.cumsum(np.bincount(rank_R[rows_J], minlength=num_rows), dtype=np.int64),
         }
         counts = PlanCounts(
             num_rows=num_rows,
-            num_slots=int(complete_length(inputs_P, cycle_length).sum()),
-            num_targets=int(num_inputs_K.sum()),
-            num_kept=documents_K.size,
+            num_slots=int(complete_length(inputs_J, cycle_length).sum()),
+            num_targets=int(num_inputs_Z.sum()),
+            num_kept=documents_Z.size,
             num_skipped=num_skipped,
-            num_cut=int((num_inputs_K > seq_length).sum()),
+            num_cut=int((num_inputs_Z > seq_length).sum()),
         )
         self._set(arrays, counts, seq_length=seq_length, cycle_length=cycle_length)
 
@@ -258,60 +258,63 @@ def _padding(num_slots: int) -> list[Piece]:
 def _keep(
     document_lengths: Sequence[int] | Array, order: Sequence[int] | Array, *, seq_length: int, cycle_length: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
-    """The documents with a target in their order, their inputs, and how many have none."""
+    """The documents with a target, in order, their numbers of inputs, and the number of documents without one."""
     assert seq_length > 0 and complete_length(seq_length, cycle_length) == seq_length, (seq_length, cycle_length)
-    order_D = np.asarray(order, dtype=np.int64)
-    num_inputs_D = np.asarray(document_lengths, dtype=np.int64)[order_D] - 1
-    kept_D = num_inputs_D > 0
-    return order_D[kept_D], num_inputs_D[kept_D], int(order_D.size - kept_D.sum())
+    order_U = np.asarray(order, dtype=np.int64)
+    num_inputs_U = np.asarray(document_lengths, dtype=np.int64)[order_U] - 1
+    kept_U = num_inputs_U > 0
+    return order_U[kept_U], num_inputs_U[kept_U], int(order_U.size - kept_U.sum())
 
 
-def _row_order(rows_P: Array, place_P: Array, starts_P: Array, num_rows: int) -> Array:
+def _row_order(rows_J: Array, place_J: Array, starts_J: Array, num_rows: int) -> Array:
     """Rows by the place of the piece that opened them, then by where that piece starts."""
     opened_R = np.zeros(num_rows, dtype=np.int64)
-    opened_R[rows_P[::-1]] = np.arange(rows_P.size)[::-1]  # the first piece of each row wins
-    return np.lexsort((starts_P[opened_R], place_P[opened_R]))
+    opened_R[rows_J[::-1]] = np.arange(rows_J.size)[::-1]  # the first piece of each row wins
+    return np.lexsort((starts_J[opened_R], place_J[opened_R]))
 
 
-def _best_fit(sizes_P: Array, capacity: int) -> tuple[npt.NDArray[np.int64], int]:
-    """A bin for each of the pieces, whose sizes fall, and the number of bins. Each goes where least room remains.
+def _best_fit(sizes_J: Array, capacity: int) -> tuple[npt.NDArray[np.int64], int]:
+    """A bin for each piece, and the number of bins. Sizes descend; each piece goes into the fullest bin that fits.
 
-    Pieces of one size, and bins with one room, are handled together, so that the work grows with the square of `capacity` at
-    most and not with the number of pieces times it: a bin with room r takes r // size pieces in a row, because after each of
-    them it is still the fullest that can take another.
+    Pieces of equal size, and bins with equal room, are handled together, so that the work is at most quadratic in `capacity`,
+    whatever the number of pieces: a bin with room r takes r // size pieces in succession, because after each of them it is still
+    the fullest bin that can take another.
     """
-    bins_P = np.empty(sizes_P.size, dtype=np.int64)
+    bins_J = np.empty(sizes_J.size, dtype=np.int64)
     bins_by_room: list[list[Array]] = [[] for _ in range(capacity + 1)]
     has_bins = np.zeros(capacity + 1, dtype=bool)
     num_bins, at = 0, 0
-    num_of_size = np.bincount(sizes_P, minlength=capacity + 1)
+    num_of_size = np.bincount(sizes_J, minlength=capacity + 1)
     for size in range(capacity, 0, -1):
         end = at + int(num_of_size[size])
         for room in (size + np.flatnonzero(has_bins[size:])).tolist():
             if at == end:
                 break
             bins = np.concatenate(bins_by_room[room])
-            at, left, used = _fill(bins_P, at, end, bins, room, size)
+            at, left, used = _fill(bins_J, at, end, bins, room, size)
             bins_by_room[room] = [left] if left.size else []
             has_bins[room] = bool(left.size)
             _put_back(bins_by_room, has_bins, used)
         if at < end:
             needed = -(-(end - at) // (capacity // size))
-            at, _, used = _fill(bins_P, at, end, np.arange(num_bins, num_bins + needed), capacity, size)
+            at, _, used = _fill(bins_J, at, end, np.arange(num_bins, num_bins + needed), capacity, size)
             num_bins += needed
             _put_back(bins_by_room, has_bins, used)
         assert at == end, (at, end)
-    return bins_P, num_bins
+    return bins_J, num_bins
 
 
 def _fill(
-    bins_P: npt.NDArray[np.int64], at: int, end: int, bins: Array, room: int, size: int
+    bins_J: npt.NDArray[np.int64], at: int, end: int, bins: Array, room: int, size: int
 ) -> tuple[int, Array, list[tuple[int, Array]]]:
-    """Put the pieces `at` to `end` of one size into `bins` of one room: where that ended, bins left, and (room, bins) changed."""
+    """Put the pieces `at` to `end`, all of one size, into `bins`, all with equal room.
+
+    Returns the first piece that was not placed, the bins that were not used, and the (room, bins) that were.
+    """
     per_bin = room // size
     used = bins[: -(-(end - at) // per_bin)]
     placed = min(end - at, per_bin * used.size)
-    bins_P[at : at + placed] = np.repeat(used, per_bin)[:placed]
+    bins_J[at : at + placed] = np.repeat(used, per_bin)[:placed]
     in_last = placed - per_bin * (used.size - 1)
     return at + placed, bins[used.size :], [(room - per_bin * size, used[:-1]), (room - in_last * size, used[-1:])]
 

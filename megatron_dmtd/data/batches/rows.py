@@ -1,9 +1,9 @@
-"""Rows, and what training asks of whoever brings them.
+"""Rows, and what training requires of a source of rows.
 
-The packed corpus (`dataset.py`) is one source. Another, such as the rollouts of reinforcement learning, may bring rows of a type
-of its own: the loader and the resume position need only the rows' numbers, and the objective makes batches of the rows.
+The packed corpus (`dataset.py`) is one source. Another, such as the rollouts of reinforcement learning, may have rows of its own
+type: the loader and the resume position need only the rows' numbers, and the objective makes batches of the rows.
 
-Shape legend: N slots per row.
+Shape legend: N slots of a row.
 """
 
 from __future__ import annotations

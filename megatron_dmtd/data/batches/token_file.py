@@ -1,15 +1,15 @@
 """One tokenised corpus on disk, `PREFIX.bin` and `PREFIX.idx`: Megatron's IndexedDataset, read and written in constant memory.
 
-The format is Megatron's and its own reader opens these files; what is here differs in two ways. Everything is memory-mapped or
-streamed, so that neither reading nor writing an index needs memory in proportion to the corpus, and what Megatron answers with a
-bare assertion, or not at all, is a `DataError`: a missing, foreign, truncated or mismatched file. Documents are those of the
-index; nothing is told by the value of a token.
+The format is Megatron's, and its own reader opens these files. This reader differs in two ways: everything is memory-mapped or
+streamed, so that neither reading nor writing an index takes memory in proportion to the corpus; and a missing, truncated or
+mismatched file, or one of another format, is a `DataError`, where Megatron has a bare assertion or no check. Documents are those
+of the index; the values of tokens mean nothing here.
 
-Index: magic, version, dtype code, number S of sequences, number D + 1 of document bounds; then the sequences' lengths (int32
-[S]), their byte offsets in the .bin file (int64 [S]), and the document bounds in sequences (int64 [D + 1]). All offsets are
+Index: magic, version, dtype code, number Y of sequences, number U + 1 of document bounds; then the sequences' lengths (int32
+[Y]), their byte offsets in the .bin file (int64 [Y]), and the document bounds in sequences (int64 [U + 1]). All offsets are
 computed in 64 bits: a .bin file may pass 2 GiB and 2^31 tokens.
 
-Shape legend: D documents, S sequences, K documents of a selection.
+Shape legend: U documents, Y sequences, Z selected documents or sequences.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def token_file_paths(prefix: str) -> tuple[Path, Path]:
 
 
 def token_dtype(vocab_size: int) -> type[np.integer]:
-    """The type that Megatron's own tools choose for ids below `vocab_size`: two bytes up to 65,499, else four."""
+    """The type that Megatron's own tools choose for ids below `vocab_size`: two bytes up to 65,499, four beyond."""
     return np.uint16 if vocab_size < 65_500 else np.int32
 
 
@@ -54,13 +54,13 @@ def write_index(index_path: Path, lengths_path: Path, *, dtype: type[np.integer]
     (code,) = (code for code, known in _DTYPES.items() if known is dtype)
     with index_path.open("wb") as stream:
         stream.write(_MAGIC + _HEADER.pack(_VERSION, code, num_documents, num_documents + 1))
-        for lengths_K in _length_chunks(lengths_path):
-            stream.write(lengths_K.tobytes())
+        for lengths_Z in _length_chunks(lengths_path):
+            stream.write(lengths_Z.tobytes())
         offset = 0
-        for lengths_K in _length_chunks(lengths_path):
-            ends_K = offset + np.cumsum(lengths_K, dtype=np.int64) * np.dtype(dtype).itemsize
-            stream.write(np.concatenate(([offset], ends_K[:-1])).astype(np.int64).tobytes())
-            offset = int(ends_K[-1])
+        for lengths_Z in _length_chunks(lengths_path):
+            ends_Z = offset + np.cumsum(lengths_Z, dtype=np.int64) * np.dtype(dtype).itemsize
+            stream.write(np.concatenate(([offset], ends_Z[:-1])).astype(np.int64).tobytes())
+            offset = int(ends_Z[-1])
         for begin in range(0, num_documents + 1, _CHUNK):
             stream.write(np.arange(begin, min(begin + _CHUNK, num_documents + 1), dtype=np.int64).tobytes())
 
@@ -109,7 +109,7 @@ class TokenFile:
     """Documents of token ids. Opening takes constant time and memory; reading touches only the pages that are asked for."""
 
     def __init__(self, prefix: str) -> None:
-        """Open `prefix`. Raises `DataError` if a file is missing, damaged, empty, or not the other's."""
+        """Open `prefix`. Raises `DataError` if a file is missing, damaged or empty, or the two do not belong together."""
         _check_present(prefix)
         self.prefix = prefix
         bin_path, index_path = token_file_paths(prefix)
@@ -119,27 +119,27 @@ class TokenFile:
         if self._num_bytes == 0:  # an empty file cannot be mapped
             raise DataError(found=f"{bin_path} is empty", required="at least one token", remedy=_REMEDY)
         at = _HEADER_BYTES
-        self._lengths_S = np.memmap(index_path, dtype=np.int32, mode="r", offset=at, shape=(num_sequences,))
+        self._lengths_Y = np.memmap(index_path, dtype=np.int32, mode="r", offset=at, shape=(num_sequences,))
         at += num_sequences * 4
-        self._offsets_S = np.memmap(index_path, dtype=np.int64, mode="r", offset=at, shape=(num_sequences,))
+        self._offsets_Y = np.memmap(index_path, dtype=np.int64, mode="r", offset=at, shape=(num_sequences,))
         at += num_sequences * 8
-        self._bounds_D1 = np.memmap(index_path, dtype=np.int64, mode="r", offset=at, shape=(num_bounds,))
+        self._bounds_U1 = np.memmap(index_path, dtype=np.int64, mode="r", offset=at, shape=(num_bounds,))
         self._check_ends(bin_path, index_path)
         self._tokens = np.memmap(bin_path, dtype=self.dtype, mode="r")
 
     def _check_ends(self, bin_path: Path, index_path: Path) -> None:
-        required = int(self._offsets_S[-1]) + int(self._lengths_S[-1]) * self._itemsize
+        required = int(self._offsets_Y[-1]) + int(self._lengths_Y[-1]) * self._itemsize
         if self._num_bytes != required:
             raise DataError(
                 found=f"{bin_path} of {self._num_bytes} bytes",
                 required=f"the {required} bytes that its index describes",
                 remedy=_REMEDY,
             )
-        bounds = int(self._bounds_D1[0]), int(self._bounds_D1[-1])
-        if bounds != (0, self._lengths_S.size):
+        bounds = int(self._bounds_U1[0]), int(self._bounds_U1[-1])
+        if bounds != (0, self._lengths_Y.size):
             raise DataError(
                 found=f"{index_path} whose documents are the sequences {bounds[0]} to {bounds[1]}",
-                required=f"all of its {self._lengths_S.size} sequences",
+                required=f"all of its {self._lengths_Y.size} sequences",
                 remedy=_REMEDY,
             )
 
@@ -149,50 +149,50 @@ class TokenFile:
 
     def __len__(self) -> int:
         """Number of documents."""
-        return int(self._bounds_D1.size) - 1
+        return int(self._bounds_U1.size) - 1
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all documents."""
         return self._num_bytes // self._itemsize
 
-    def _starts(self, documents_K: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    def _starts(self, documents_Z: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
         """First token of each document in the file; the number of documents stands for the end of the file."""
-        sequences_K = np.asarray(self._bounds_D1[documents_K])
-        inside_K = sequences_K < self._offsets_S.size  # documents without sequences may follow the last sequence
-        offsets_K = np.full(sequences_K.shape, self._num_bytes, dtype=np.int64)
-        offsets_K[inside_K] = self._offsets_S[sequences_K[inside_K]]
-        return offsets_K // self._itemsize
+        sequences_Z = np.asarray(self._bounds_U1[documents_Z])
+        inside_Z = sequences_Z < self._offsets_Y.size  # documents without sequences may follow the last sequence
+        offsets_Z = np.full(sequences_Z.shape, self._num_bytes, dtype=np.int64)
+        offsets_Z[inside_Z] = self._offsets_Y[sequences_Z[inside_Z]]
+        return offsets_Z // self._itemsize
 
     def lengths(self, begin: int, end: int) -> npt.NDArray[np.int64]:
-        """Tokens of the documents `begin` to `end - 1`, int64 [K]."""
+        """Tokens of the documents `begin` to `end - 1`, int64 [Z]."""
         assert 0 <= begin <= end <= len(self), (begin, end)
         # A document may be several sequences (other tools write one per sentence); they lie side by side in the file.
         return np.diff(self._starts(np.arange(begin, end + 1)))
 
     @property
-    def document_lengths_D(self) -> npt.NDArray[np.int64]:
-        """Tokens of each document, int64 [D]: 8 bytes of memory per document."""
+    def document_lengths_U(self) -> npt.NDArray[np.int64]:
+        """Tokens of each document, int64 [U]: 8 bytes of memory per document."""
         return self.lengths(0, len(self))
 
     def check_index(self) -> None:
         """Walk through the whole index. Raises `DataError` if a length, offset or bound contradicts the others."""
         _, index_path = token_file_paths(self.prefix)
-        expected, num_sequences = 0, self._lengths_S.size
+        expected, num_sequences = 0, self._lengths_Y.size
         for begin in range(0, num_sequences, _CHUNK):
-            lengths_K = np.asarray(self._lengths_S[begin : begin + _CHUNK])
-            ends_K = expected + np.cumsum(lengths_K, dtype=np.int64) * self._itemsize
-            starts_K = np.concatenate(([expected], ends_K[:-1]))
-            wrong = np.flatnonzero((self._offsets_S[begin : begin + _CHUNK] != starts_K) | (lengths_K < 0))
+            lengths_Z = np.asarray(self._lengths_Y[begin : begin + _CHUNK])
+            ends_Z = expected + np.cumsum(lengths_Z, dtype=np.int64) * self._itemsize
+            starts_Z = np.concatenate(([expected], ends_Z[:-1]))
+            wrong = np.flatnonzero((self._offsets_Y[begin : begin + _CHUNK] != starts_Z) | (lengths_Z < 0))
             if wrong.size:
                 raise DataError(
                     found=f"{index_path}, sequence {begin + int(wrong[0])}: not where the one before ends",
                     required="sequences side by side",
                     remedy=_REMEDY,
                 )
-            expected = int(ends_K[-1])
+            expected = int(ends_Z[-1])
         for begin in range(0, len(self), _CHUNK):
-            if (np.diff(self._bounds_D1[begin : begin + _CHUNK + 1]) < 0).any():
+            if (np.diff(self._bounds_U1[begin : begin + _CHUNK + 1]) < 0).any():
                 raise DataError(found=f"{index_path}: documents that go back", required="rising bounds", remedy=_REMEDY)
 
     def read(self, document: int, start: int, count: int) -> npt.NDArray[np.integer]:
@@ -210,8 +210,8 @@ class TokenFile:
         """All documents in order as ranges (begin, end) of about `num_tokens` tokens, at least one document each."""
         begin = 0
         while begin < len(self):
-            ends_K = np.cumsum(self.lengths(begin, min(begin + _RUN, len(self))))
-            end = begin + max(1, int(np.searchsorted(ends_K, num_tokens, side="right")))
+            ends_Z = np.cumsum(self.lengths(begin, min(begin + _RUN, len(self))))
+            end = begin + max(1, int(np.searchsorted(ends_Z, num_tokens, side="right")))
             yield begin, end
             begin = end
 

@@ -14,7 +14,7 @@ from megatron_dmtd.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-#: what a template writes in the place of a turn, to find where that place ends; no template can alter or strip it
+#: stands for a turn's text, to find where the template puts it; no template can alter or strip it
 _SENTINEL = "sentinelofaturn"
 Span = tuple[int, int]
 
@@ -44,7 +44,7 @@ class ChatRenderer:
         """The chat as text; with `prompt`, up to where the assistant begins to write. Raises `ChatError`."""
         try:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-        except Exception as error:  # a template may raise whatever it likes on a chat that it does not understand
+        except Exception as error:  # a template may raise anything on a chat that it does not support
             raise ChatError(f"the chat template refuses it: {error}") from error
         assert isinstance(text, str), type(text)
         return text
@@ -52,8 +52,8 @@ class ChatRenderer:
     def render_with_spans(self, messages: Messages) -> tuple[str, list[Span]]:
         """The chat as text, and the spans of characters that the assistant wrote, each with its end-of-turn token.
 
-        Templates that mark these themselves (`{% generation %}`) are believed. With others, a turn begins where the template asks
-        for it to be generated, and ends with the first special token behind it. Raises `ChatError` where this finds no place.
+        Marks that templates make themselves (`{% generation %}`) are used. Otherwise a turn begins where the template asks for it
+        to be generated, and ends with the first special token after it. Raises `ChatError` where this finds no turn.
         """
         if self._marks_turns:
             return self._marked(messages)

@@ -1,6 +1,6 @@
-"""Byte streams of plain, .gz and .zst files, which notice damage and know the checksum of what lies on disk.
+"""Byte streams of plain, .gz and .zst files, which detect damage and know the checksum of the file on disk.
 
-The only home of `zstandard`, which is imported when a .zst file is opened.
+The only module that uses `zstandard`, which is imported when a .zst file is opened.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 from megatron_dmtd.errors import CapabilityError
 
-#: read at once; small, because a compressed megabyte can hold a thousand
+#: bytes read at once; few, because a compressed megabyte can expand to a thousand
 _READ_BYTES = 1 << 18
 
 
 class DamagedFileError(Exception):
-    """A compressed file that ends too early, or holds something else. What came before is good."""
+    """A compressed file that is truncated or corrupt. What came before the damage is good."""
 
 
 class ByteStream:

@@ -1,7 +1,7 @@
 """Documents: what a record of a source becomes, what is wrong with one that cannot be used, and which are held out.
 
-It knows nothing of files and nothing of tokens. Nothing is ever left out without a word: whatever is not a `Document` is a
-`BadDocument`, which its reader either refuses by name or counts.
+It knows neither files nor tokens. Nothing is ever dropped silently: whatever is not a `Document` is a `BadDocument`, which its
+reader either refuses by name or counts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadDocument:
-    """A place of the source that holds no usable document, and why."""
+    """A place in the source without a usable document, and the reason."""
 
     name: str
     kind: BadKind
@@ -134,7 +134,7 @@ def _surrogate(name: str, where: str) -> BadDocument:
 
 
 def check_fraction(heldout_fraction: float) -> None:
-    """Raise `DataError` if this is no share of documents that leaves some for training."""
+    """Raise `DataError` unless this is a fraction of the documents that leaves some for training."""
     if not 0 <= heldout_fraction < 1:
         raise DataError(
             found=f"a held-out fraction of {heldout_fraction}",

@@ -1,8 +1,8 @@
-"""From a block of documents to the arrays that are written: the work of one worker, a pure function of the block and the job.
+"""Turns a block of documents into the arrays that are written: what one worker does, a pure function of the block and the job.
 
 A text becomes its ids and EOS. A chat becomes the ids of what the template writes, and nothing else.
 
-Shape legend: D documents of a split of the block, T tokens of them.
+Shape legend: U documents of a split of the block, N tokens of them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from megatron_dmtd.data.corpora.fast_encoder import EncoderName, FastModel, make
 from megatron_dmtd.data.corpora.inputs import Block
 from megatron_dmtd.data.corpora.tokenizer import ControlIds, TextEncoder, load_tokenizer
 
-#: characters of the longest document whose ids are handed back for comparison
+#: longest document, in characters, whose ids are returned for comparison
 _SAMPLE_CHARACTERS = 20_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodingJob:
-    """All that a worker must know; can be sent to another process."""
+    """Everything that a worker needs; can be sent to another process."""
 
     tokenizer_dir: str
     tokenizer_json: str
@@ -48,16 +48,16 @@ class EncodingJob:
 class SplitTokens:
     """What a block adds to one token file."""
 
-    tokens_T: npt.NDArray[np.integer]
-    lengths_D: npt.NDArray[np.int32]
-    loss_T: npt.NDArray[np.uint8] | None = None
+    tokens_N: npt.NDArray[np.integer]
+    lengths_U: npt.NDArray[np.int32]
+    loss_N: npt.NDArray[np.uint8] | None = None
     """1 where the token is a target, 0 elsewhere. None: all are."""
     max_token_id: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockTokens:
-    """What became of a block."""
+    """The result of a block."""
 
     splits: dict[Split, SplitTokens]
     bad: list[BadDocument]
@@ -68,12 +68,12 @@ class BlockTokens:
     @property
     def num_documents(self) -> int:
         """Documents of all splits."""
-        return sum(split.lengths_D.size for split in self.splits.values())
+        return sum(split.lengths_U.size for split in self.splits.values())
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all splits."""
-        return sum(split.tokens_T.size for split in self.splits.values())
+        return sum(split.tokens_N.size for split in self.splits.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,10 +104,10 @@ class BlockEncoder:
                 bad.append(ready)
             else:
                 texts.append(ready)
-        tokens_T, lengths_D, loss_T = self._encode(texts)
-        refused_D = self._refused(texts, tokens_T, lengths_D, bad)
-        splits = self._split(texts, tokens_T, lengths_D, loss_T, refused_D)
-        return BlockTokens(splits=splits, bad=bad, num_bytes=block.num_bytes, sample=self._sample(texts, tokens_T, lengths_D))
+        tokens_N, lengths_U, loss_N = self._encode(texts)
+        refused_U = self._refused(texts, tokens_N, lengths_U, bad)
+        splits = self._split(texts, tokens_N, lengths_U, loss_N, refused_U)
+        return BlockTokens(splits=splits, bad=bad, num_bytes=block.num_bytes, sample=self._sample(texts, tokens_N, lengths_U))
 
     def _text(self, document: Document) -> _Text | BadDocument:
         if self._renderer is None:
@@ -125,82 +125,82 @@ class BlockEncoder:
     def _encode(self, texts: list[_Text]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.uint8] | None]:
         """Ids of all texts, their number per text, and which carry loss."""
         if self._reference is None:
-            tokens_T, lengths_D = self._encoder.encode_flat([text.text for text in texts])
-            return tokens_T, lengths_D, None
+            tokens_N, lengths_U = self._encoder.encode_flat([text.text for text in texts])
+            return tokens_N, lengths_U, None
         ids, losses = [np.empty(0, np.int32)], [np.empty(0, np.uint8)]
         for text in texts:
             tokens, starts = self._reference.encode_with_starts(text.text)
             ids.append(tokens)
             losses.append(_inside(starts, text.spans or []))
-        lengths_D = np.array([tokens.size for tokens in ids[1:]], dtype=np.int64)
-        return np.concatenate(ids), lengths_D, np.concatenate(losses)
+        lengths_U = np.array([tokens.size for tokens in ids[1:]], dtype=np.int64)
+        return np.concatenate(ids), lengths_U, np.concatenate(losses)
 
     def _refused(
-        self, texts: list[_Text], tokens_T: npt.NDArray[np.int32], lengths_D: npt.NDArray[np.int64], bad: list[BadDocument]
+        self, texts: list[_Text], tokens_N: npt.NDArray[np.int32], lengths_U: npt.NDArray[np.int64], bad: list[BadDocument]
     ) -> npt.NDArray[np.bool_]:
-        """Which documents hold an id that no document may hold; each is added to `bad`."""
+        """Which documents contain an id that no document may contain; each is added to `bad`."""
         control = self._job.control
         # a template writes EOS and PAD where they belong; MASK stands for a token not yet known, and belongs nowhere
         forbidden = (control.mask,) if self._job.chats else (control.eos, control.pad, control.mask)
-        hits = np.flatnonzero(np.isin(tokens_T, forbidden))
-        refused_D = np.zeros(len(texts), dtype=bool)
+        hits = np.flatnonzero(np.isin(tokens_N, forbidden))
+        refused_U = np.zeros(len(texts), dtype=bool)
         for hit in hits.tolist():
-            nth = int(np.searchsorted(np.cumsum(lengths_D), hit, side="right"))
-            if not refused_D[nth]:
-                refused_D[nth] = True
-                found = f"{texts[nth].name}: the control id {tokens_T[hit]} from the text {texts[nth].text[:60]!r}"
+            nth = int(np.searchsorted(np.cumsum(lengths_U), hit, side="right"))
+            if not refused_U[nth]:
+                refused_U[nth] = True
+                found = f"{texts[nth].name}: the control id {tokens_N[hit]} from the text {texts[nth].text[:60]!r}"
                 required = "control ids that no text can spell"
                 bad.append(BadDocument(name=texts[nth].name, kind="control token", found=found, required=required))
-        return refused_D
+        return refused_U
 
     def _split(
         self,
         texts: list[_Text],
-        tokens_T: npt.NDArray[np.int32],
-        lengths_D: npt.NDArray[np.int64],
-        loss_T: npt.NDArray[np.uint8] | None,
-        refused_D: npt.NDArray[np.bool_],
+        tokens_N: npt.NDArray[np.int32],
+        lengths_U: npt.NDArray[np.int64],
+        loss_N: npt.NDArray[np.uint8] | None,
+        refused_U: npt.NDArray[np.bool_],
     ) -> dict[Split, SplitTokens]:
         if not self._job.chats:  # each text ends with EOS
-            tokens_T = np.insert(tokens_T, np.cumsum(lengths_D), np.int32(self._job.control.eos))
-            lengths_D = lengths_D + 1
+            tokens_N = np.insert(tokens_N, np.cumsum(lengths_U), np.int32(self._job.control.eos))
+            lengths_U = lengths_U + 1
         if self._job.heldout_fraction == 0:
-            chosen: dict[Split, npt.NDArray[np.bool_]] = {"all": ~refused_D}
+            chosen: dict[Split, npt.NDArray[np.bool_]] = {"all": ~refused_U}
         else:
-            heldout_D = np.array([is_heldout(text.name, self._job.heldout_fraction) for text in texts], dtype=bool)
-            chosen = {"train": ~heldout_D & ~refused_D, "heldout": heldout_D & ~refused_D}
-        return {split: self._select(chosen_D, tokens_T, lengths_D, loss_T) for split, chosen_D in chosen.items()}
+            heldout_U = np.array([is_heldout(text.name, self._job.heldout_fraction) for text in texts], dtype=bool)
+            chosen = {"train": ~heldout_U & ~refused_U, "heldout": heldout_U & ~refused_U}
+        return {split: self._select(chosen_U, tokens_N, lengths_U, loss_N) for split, chosen_U in chosen.items()}
 
     def _select(
         self,
-        chosen_D: npt.NDArray[np.bool_],
-        tokens_T: npt.NDArray[np.int32],
-        lengths_D: npt.NDArray[np.int64],
-        loss_T: npt.NDArray[np.uint8] | None,
+        chosen_U: npt.NDArray[np.bool_],
+        tokens_N: npt.NDArray[np.int32],
+        lengths_U: npt.NDArray[np.int64],
+        loss_N: npt.NDArray[np.uint8] | None,
     ) -> SplitTokens:
-        if not chosen_D.all():
-            chosen_T = np.repeat(chosen_D, lengths_D)
-            tokens_T, lengths_D = tokens_T[chosen_T], lengths_D[chosen_D]
-            loss_T = None if loss_T is None else loss_T[chosen_T]
-        highest = int(tokens_T.max(initial=0))
+        if not chosen_U.all():
+            chosen_N = np.repeat(chosen_U, lengths_U)
+            tokens_N, lengths_U = tokens_N[chosen_N], lengths_U[chosen_U]
+            loss_N = None if loss_N is None else loss_N[chosen_N]
+        highest = int(tokens_N.max(initial=0))
         assert highest <= np.iinfo(self._job.dtype).max, (highest, self._job.dtype)
-        assert lengths_D.max(initial=0) < 2**31, "an index holds lengths of 32 bits"
+        assert lengths_U.max(initial=0) < 2**31, "an index holds lengths of 32 bits"
         return SplitTokens(
-            tokens_T=tokens_T.astype(self._job.dtype), lengths_D=lengths_D.astype(np.int32), loss_T=loss_T, max_token_id=highest
+            tokens_N=tokens_N.astype(self._job.dtype), lengths_U=lengths_U.astype(np.int32), loss_N=loss_N, max_token_id=highest
         )
 
     def _sample(
-        self, texts: list[_Text], tokens_T: npt.NDArray[np.int32], lengths_D: npt.NDArray[np.int64]
+        self, texts: list[_Text], tokens_N: npt.NDArray[np.int32], lengths_U: npt.NDArray[np.int64]
     ) -> tuple[str, str, npt.NDArray[np.integer]] | None:
-        """The longest document that is not too long to be compared at every block."""
+        """The longest document that is short enough to be compared for every block."""
         if self._job.encoder == "tokenizers":
             return None
         candidates = [(len(text.text), nth) for nth, text in enumerate(texts) if len(text.text) <= _SAMPLE_CHARACTERS]
         if not candidates:
             return None
         _, nth = max(candidates)
-        begin = int(lengths_D[:nth].sum())
-        return texts[nth].name, texts[nth].text, tokens_T[begin : begin + int(lengths_D[nth])]
+        begin = int(lengths_U[:nth].sum())
+        return texts[nth].name, texts[nth].text, tokens_N[begin : begin + int(lengths_U[nth])]
 
 
 def _inside(starts: npt.NDArray[np.int64], spans: list[Span]) -> npt.NDArray[np.uint8]:

@@ -1,10 +1,10 @@
-"""The fast path of tokenising: `gigatoken`, where its ids are those of the user's tokenizer.
+"""The fast path of tokenisation: `gigatoken`, where it gives the ids of the user's tokenizer.
 
-The only home of `gigatoken`. It implements byte-level BPE by its own rules, so nothing is taken on trust. Its normal form C is
-not used at all: the tables of 0.10 are of another year than those of `tokenizers`, which one document in ten thousand of real
-text showed; `tokenizers` normalises. For the rest `choose_encoder` compares the two on
-all characters whose class may be in doubt, on texts made to find differences, and on a sample of the run's own data, and says
-what it chose and why.
+The only module that uses `gigatoken`, which implements byte-level BPE by its own rules, so its results are checked. Its normal
+form C is not used at all: the Unicode tables of version 0.10 differ from those of `tokenizers`, which showed in one document in
+ten thousand of real text; `tokenizers` normalises instead. For the rest, `choose_encoder` compares the two on all characters
+whose class may be in doubt, on texts made to find differences, and on a sample of the run's own data, and reports what it chose
+and why.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _PROBES = (
     "",
 )
 
-#: growth of a process by an encoder, at most about, before it forgets what it has learnt
+#: approximate limit on what an encoder may add to a process before it is replaced by a new one
 MAX_CACHE_BYTES = 512 << 20
-#: tokenizers (by digest, and whether for chats) that passed the probes in this process: they need not pass them again
+#: tokenizers (by digest, and whether for chats) that have passed the probes in this process and are not probed again
 _PROBED: set[tuple[bytes, bool]] = set()
 
 
@@ -66,13 +66,13 @@ def resident_bytes() -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FastModel:
-    """A tokenizer as `gigatoken` is to see it. To make it once takes a second that no worker needs to spend again."""
+    """A tokenizer as `gigatoken` loads it. Making one takes a second, so it is made once and given to all workers."""
 
     json: str
     is_normalizing: bool
     """Whether the tokenizer normalises texts, by NFC."""
     added_tokens: tuple[str, ...]
-    """What is read as one token wherever it is spelt, before or after normalising."""
+    """Texts that are one token wherever they occur, before or after normalisation."""
 
 
 def fast_model(tokenizer_json: str, *, chats: bool) -> FastModel:
@@ -85,14 +85,14 @@ def fast_model(tokenizer_json: str, *, chats: bool) -> FastModel:
     model["normalizer"] = None
     model["post_processor"] = None  # it only adds tokens, which are not wanted
     if not chats:
-        # gigatoken reads added tokens wherever they are spelt. Those marked special must stay text: it never hears of them.
+        # gigatoken matches added tokens wherever they occur. Those marked special must stay text, so it is not told of them.
         model["added_tokens"] = [token for token in model["added_tokens"] if not token["special"]]
     contents = tuple(token["content"] for token in model["added_tokens"])
     return FastModel(json=json.dumps(model), is_normalizing=bool(kinds), added_tokens=contents)
 
 
 class FastEncoder:
-    """Text to ids by `gigatoken`, on the calling thread, and by `tokenizers` what only that can do."""
+    """Text to ids by `gigatoken`, on the calling thread, and by `tokenizers` for what only it can do."""
 
     def __init__(self, tokenizer_json: str, *, chats: bool = False, model: FastModel | None = None) -> None:
         """`tokenizer_json` as for `TextEncoder`, `model` from `fast_model`.
@@ -112,9 +112,9 @@ class FastEncoder:
         self._memory_limit = resident_bytes() + MAX_CACHE_BYTES
 
     def _bound_memory(self) -> None:
-        """Replace an instance that has seen too many words: gigatoken remembers each of them for ever."""
+        """Replace an instance that has seen too many words: gigatoken never forgets one."""
         if resident_bytes() > self._memory_limit:
-            del self._tokenizer  # before its successor is loaded: there is room for one
+            del self._tokenizer  # before its successor is loaded: there is memory for only one
             self._load()
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
@@ -134,7 +134,7 @@ class FastEncoder:
     def _with_reference(
         self, texts: Sequence[str], ready: list[str], others: list[int]
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """The ids of `ready`, but those of the texts `others` by `tokenizers`."""
+        """The ids of `ready`, with those of the texts `others` replaced by the ids that `tokenizers` gives."""
         left_out = set(others)
         fast, fast_lengths = self._encode([text for nth, text in enumerate(ready) if nth not in left_out])
         parts: list[npt.NDArray[np.int32]] = np.split(fast, np.cumsum(fast_lengths)[:-1]) if fast_lengths.size else []
@@ -165,7 +165,7 @@ class Choice:
     """What `FastEncoder` takes, if `gigatoken` was chosen."""
 
 
-#: blocks of characters that are all alike, or private: one in so many of them stands for the rest
+#: of blocks of characters that are all alike, or private, only every n-th character is tested
 _UNIFORM = (
     range(0x3400, 0xA000),
     range(0xAC00, 0xD7A4),
@@ -248,7 +248,7 @@ def make_encoder(name: EncoderName, tokenizer_json: str, *, chats: bool, model: 
 
 
 def check_equal(reference: TextEncoder, text: str, ids: npt.NDArray[np.integer], *, where: str) -> None:
-    """Raise `DataError` unless `ids` are those of `text`: the check that goes on while a run is under way."""
+    """Raise `DataError` unless `ids` are those of `text`: the check that is repeated throughout a run."""
     (expected,) = reference.encode_batch([text])
     if not np.array_equal(ids, expected):
         raise DataError(

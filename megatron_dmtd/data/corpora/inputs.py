@@ -1,8 +1,8 @@
 """What a source of raw documents is: an input, cut into blocks that are read and tokenised independently of each other.
 
-An `Input` is one file, folder or data set. Its blocks come in a fixed order and with fixed bounds on every machine, which is what
-makes the result of a run independent of the number of its workers and lets an interrupted run go on. A `Block` is small, can be
-sent to another process, and yields its documents there; an input reads no more than it must to find the bounds of its blocks.
+An `Input` is one file, folder or data set. Its blocks have a fixed order and fixed bounds on every machine, so that the result of
+a run does not depend on the number of workers and an interrupted run can continue. A `Block` is small, can be sent to another
+process, and yields its documents there; an input reads only as much as it needs to find the bounds of its blocks.
 
 Inputs of text are in `text_files.py`, of tables in `tables.py`; `sources.py` opens them by name. No tokens here.
 """
@@ -16,7 +16,7 @@ from typing import Protocol
 
 from megatron_dmtd.data.corpora.documents import BadDocument, Document
 
-#: bytes of raw content in a block, about; a single document may be longer
+#: approximate bytes of raw content in a block; a single document may be longer
 BLOCK_BYTES = 4 << 20
 #: documents in a block, at most, of inputs whose documents may be tiny or empty
 BLOCK_DOCUMENTS = 4096
@@ -43,12 +43,12 @@ class Input(Protocol):
     name: str
     """What the user called it, for the manifest."""
     description: str
-    """What is read of it, in words."""
+    """Description of what is read of it."""
     num_bytes: int
     """All of it, for the time left; 0 if unknown."""
 
     def identity(self) -> str:
-        """Changes when the content does, as far as can be told without reading it: a run is resumed only on the same inputs."""
+        """Changes when the content does, as far as this shows without reading it: a run is resumed only on the same inputs."""
         ...
 
     def blocks(self, block_bytes: int) -> Iterator[Block]:
@@ -63,7 +63,7 @@ class Input(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntriesBlock:
-    """Documents that are at hand already."""
+    """Documents that are in memory."""
 
     documents: tuple[Entry, ...]
     num_bytes: int = 0

@@ -1,7 +1,7 @@
 """The shards of one source as one token file: the bytes that a single run over the source would have written.
 
-Whatever tells that shards do not belong together, or that one is missing or damaged, is refused before a byte is written. Tokens
-are streamed, and an interrupted merge goes on like any run, in `OUTPUT.partial/`.
+Shards that do not belong together, or of which one is missing or damaged, are refused before a byte is written. Tokens are
+streamed, and an interrupted merge continues like any run, in `OUTPUT.partial/`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_dmtd.data.corpora.output import MAX_SKIPPED_NAMES, PartialOutput, 
 from megatron_dmtd.data.corpora.verify import verify
 from megatron_dmtd.errors import DataError
 
-#: tokens that are copied at once, about; a document may be longer
+#: approximate number of tokens copied at once; a document may be longer
 CHUNK_TOKENS = 1 << 24
 #: what all shards of a source have in common, with its name for messages
 _COMMON = {
@@ -61,8 +61,8 @@ def merge(
 ) -> Manifest:
     """Write the token file `output_prefix` of all shards of one source, given in any order, and return its manifest.
 
-    Raises `DataError` if a shard is missing, comes twice, is damaged or of another source, tokenizer or option, or if the output
-    exists. The shards stay where they are.
+    Raises `DataError` if a shard is missing, duplicate, damaged, or made from another source or with another tokenizer or option,
+    or if the output exists. The shards are not removed.
     """
     parts = _parts(prefixes)
     for part in parts:
@@ -159,7 +159,7 @@ def _check_numbers(parts: Sequence[_Part]) -> None:
 
 
 def _check_sources(parts: Sequence[_Part]) -> None:
-    """Inputs that two shards read a part of must have been the same, and none may lie between them unread."""
+    """Inputs of which two shards read a part must have been the same, and no input between them may be unread."""
     for before, after in pairwise(parts):
         sources, end = before.manifest.sources, before.manifest.first_source + len(before.manifest.sources)
         begin = after.manifest.first_source
@@ -194,12 +194,12 @@ def _chunks(part: _Part, chunk_tokens: int) -> Iterator[SplitTokens]:
     file = TokenFile(part.prefix)
     marks = TokenFile(loss_prefix(part.prefix)) if part.manifest.loss == "assistant" else None
     for begin, end in file.runs(chunk_tokens):
-        tokens_T = file.tokens(begin, end)
+        tokens_N = file.tokens(begin, end)
         yield SplitTokens(
-            tokens_T=tokens_T,
-            lengths_D=file.lengths(begin, end).astype(np.int32),
-            loss_T=None if marks is None else marks.tokens(begin, end).astype(np.uint8),
-            max_token_id=int(tokens_T.max()),
+            tokens_N=tokens_N,
+            lengths_U=file.lengths(begin, end).astype(np.int32),
+            loss_N=None if marks is None else marks.tokens(begin, end).astype(np.uint8),
+            max_token_id=int(tokens_N.max()),
         )
 
 

@@ -1,7 +1,7 @@
 """Whether a text is in normal form C, as the `tokenizers` library sees it.
 
-Unicode's tables grow, and two libraries seldom have the same year's: they then disagree on the order of rare combining marks. So
-nobody else's normal form is trusted. This module only decides which parts of a text must be shown to `tokenizers` at all.
+Unicode's tables grow, and two libraries seldom have the same version: they then disagree on the order of rare combining marks. So
+no other normal form is used. This module only decides which parts of a text have to be given to `tokenizers` at all.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NormalForm:
         return normalised
 
     def holds(self, text: str) -> bool:
-        """Whether normalising changes nothing; then it changes no part of the text either."""
+        """Whether normalisation leaves the text unchanged; then it changes no part of it either."""
         if text.isascii():
             return True
         # A doubtful character can change only with its doubtful neighbours and the character before them.

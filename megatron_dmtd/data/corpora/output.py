@@ -1,9 +1,9 @@
-"""The files of a run while it is under way: `PREFIX.partial/`, from which the same command goes on after an interruption.
+"""The files of an unfinished run: `PREFIX.partial/`, from which the same command continues after an interruption.
 
-Tokens are appended; every few seconds they are flushed to disk, and a small state says how much of the input they stand for. An
-interrupted run cuts its files back to the last state and goes on behind it. At the end the files get their names, the index last,
-since tokens without an index are not a token file: nothing that looks finished is ever incomplete. Memory does not grow with the
-corpus: document lengths go to disk as well, and the index is streamed from there.
+Tokens are appended; every few seconds they are flushed to disk, and a small state file records how much of the input they cover.
+An interrupted run truncates its files to the last recorded state and continues from there. At the end the files get their names,
+the index last, since tokens without an index are not a token file: nothing that looks finished is ever incomplete. Memory does
+not grow with the corpus: document lengths go to disk too, and the index is streamed from there.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from megatron_dmtd.infra.files import flush, write_atomically
 from megatron_dmtd.infra.json_files import read_object
 from megatron_dmtd.infra.locks import FileLock
 
-#: names of documents left out that are kept, at most; all are counted
+#: maximum number of recorded names of documents left out; all are counted
 MAX_SKIPPED_NAMES = 1000
 _READ_BYTES = 1 << 20
 _NO_ROOM = Refusal(
     DataError,
     required="room for the token files",
-    remedy="make room and run the same command again: it goes on where it stopped",
+    remedy="make room and run the same command again: it continues where it stopped",
 )
 _NO_FOLDER = Refusal(DataError, required="a folder that can be written to", remedy="name another output")
 _DAMAGED_STATE = Refusal(
@@ -48,7 +48,7 @@ _DAMAGED_STATE = Refusal(
 
 @dataclass(kw_only=True, slots=True)
 class SplitCounts:
-    """What one token file holds so far."""
+    """What one token file contains so far."""
 
     num_documents: int = 0
     num_tokens: int = 0
@@ -60,7 +60,7 @@ class RunState:
     """How far a run has come. Everything before (`input`, `block`) is on disk."""
 
     header: dict[str, Any]
-    """Inputs and options that decide the result: only a run with the same goes on from here."""
+    """Inputs and options that determine the result: only a run with the same ones continues from here."""
     input: int = 0
     """Inputs that are done."""
     block: int = 0
@@ -71,7 +71,7 @@ class RunState:
     sources: list[dict[str, Any]] = field(default_factory=list)
     """Name, size and checksum of each input that is done."""
     finished: bool = False
-    """Whether all is written and only names remain to be given."""
+    """Whether everything is written and only the renaming remains."""
 
     def skip(self, bad: Sequence[BadDocument]) -> None:
         """Count documents that were left out."""
@@ -97,7 +97,7 @@ def _writing_to(folder: Path) -> contextlib.AbstractContextManager[None]:
 
 
 class _Appended:
-    """A file that grows at its end, and can be cut back."""
+    """A file that is appended to and can be truncated."""
 
     def __init__(self, path: Path, size: int, *, digested: bool) -> None:
         self.path = path
@@ -144,13 +144,13 @@ class _SplitFiles:
         return [file for file in (self.tokens, self.lengths, self.loss) if file is not None]
 
     def append(self, part: SplitTokens) -> None:
-        self.tokens.append(part.tokens_T)
-        self.lengths.append(part.lengths_D)
+        self.tokens.append(part.tokens_N)
+        self.lengths.append(part.lengths_U)
         if self.loss is not None:
-            assert part.loss_T is not None and part.loss_T.size == part.tokens_T.size
-            self.loss.append(part.loss_T)
-        self.counts.num_documents += part.lengths_D.size
-        self.counts.num_tokens += part.tokens_T.size
+            assert part.loss_N is not None and part.loss_N.size == part.tokens_N.size
+            self.loss.append(part.loss_N)
+        self.counts.num_documents += part.lengths_U.size
+        self.counts.num_tokens += part.tokens_N.size
         self.counts.max_token_id = max(self.counts.max_token_id, part.max_token_id)
 
 
@@ -173,9 +173,9 @@ class PartialOutput:
         overwrite: bool,
         save_seconds: float,
     ) -> None:
-        """Begin a run, or go on with one that has the same `header`.
+        """Begin a run, or continue one that has the same `header`.
 
-        Raises `DataError` if another process works on it, an unfinished run has another header and `overwrite` is not given, or
+        Raises `DataError` if another process is using it, an unfinished run has another header and `overwrite` is not given, or
         nothing can be written there.
         """
         self.folder = partial_folder(output_prefix)
@@ -197,7 +197,7 @@ class PartialOutput:
 
     @staticmethod
     def is_publishing(output_prefix: str, header: dict[str, Any]) -> bool:
-        """Whether a run with this `header` was interrupted while it gave its files their names."""
+        """Whether a run with this `header` was interrupted while it renamed its files."""
         state = _load_state(partial_folder(output_prefix) / "state.json")
         return state is not None and state.finished and state.header == json.loads(json.dumps(header))
 
@@ -209,7 +209,7 @@ class PartialOutput:
                 changed = [key for key in header if state.header.get(key) != header[key]]
                 raise DataError(
                     found=f"{self.folder}, an unfinished run with another {' and another '.join(changed)}",
-                    required="the same inputs and options, to go on with it",
+                    required="the same inputs and options, to continue it",
                     remedy="repeat its command, or pass --overwrite to discard it",
                 )
             (self.folder / "state.json").unlink()
@@ -228,7 +228,7 @@ class PartialOutput:
         self.close()
 
     def close(self) -> None:
-        """Keep what a later run can resume; a run that has saved nothing leaves nothing."""
+        """Keep the folder if a later run can resume from it; a run that has saved nothing leaves nothing."""
         for split in self._splits.values():
             for file in split.files:
                 file.close()
@@ -247,7 +247,7 @@ class PartialOutput:
                 self._splits[split].append(part)
 
     def save(self, *, now: bool = False) -> None:
-        """Make what was appended the point to go on from, if the last such point is old enough."""
+        """Make the current end of the files the point to resume from, if the last such point is old enough."""
         if not now and time.monotonic() - self._saved_at < self._save_seconds:
             return
         with _writing_to(self.folder):
@@ -262,7 +262,7 @@ class PartialOutput:
         return self._splits[split].tokens.sha256
 
     def finish(self, manifests: dict[Split, str]) -> None:
-        """Write indices and manifests, and say that only names are missing."""
+        """Write indices and manifests, and record that only the renaming is left."""
         with _writing_to(self.folder):
             for split, files in self._splits.items():
                 lengths = self.folder / f"{split}.lengths"
@@ -276,7 +276,7 @@ class PartialOutput:
         self.save(now=True)
 
     def publish(self) -> None:
-        """Give the files their names. Repeated after an interruption, it goes on with those that have none yet."""
+        """Rename the files. Repeated after an interruption, it continues with those not yet renamed."""
         for split, prefix in self.outputs.items():
             renames = _renames(self.folder, split, prefix)
             index_source, index_path = renames[-1]
@@ -307,7 +307,7 @@ def final_paths(outputs: dict[Split, str]) -> list[Path]:
 
 
 def _made(folder: Path, output_prefix: str) -> Path:
-    """The folder of an unfinished run, made if it is not there."""
+    """The folder of an unfinished run, created if necessary."""
     if output_prefix.endswith(("/", os.sep)) or not output_prefix:
         raise DataError(
             found=f"the output {output_prefix!r}",
@@ -321,12 +321,12 @@ def _made(folder: Path, output_prefix: str) -> Path:
 
 
 def _lock(folder: Path) -> FileLock:
-    """Hold the folder against other processes; the lock goes when the process does."""
+    """Lock the folder against other processes; the lock ends with the process."""
     lock = FileLock(folder / "lock")
     if not lock.try_acquire():
         lock.close()
         raise DataError(
-            found=f"{folder}, on which another process works",
+            found=f"{folder}, which another process is using",
             required="one process per output",
             remedy="wait for it, or name another output",
         )

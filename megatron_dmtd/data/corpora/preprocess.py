@@ -1,7 +1,7 @@
 """Documents to token files: tokenise, end each text with EOS, and write Megatron's IndexedDataset with a manifest.
 
-The result is a function of the inputs, the tokenizer and the options alone: the number of workers, an interruption, and the
-library that tokenises change no byte of it. All that can be refused is refused before the first document is tokenised.
+The result depends only on the inputs, the tokenizer and the options: the number of workers, an interruption, and the library that
+tokenises do not change a byte of it. Everything that can be refused is refused before the first document is tokenised.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PreprocessOptions:
     keys: RecordKeys = field(default_factory=RecordKeys)
     """Which field of a record is read, and whether it is a chat."""
     assistant_loss: bool = False
-    """Of chats, let only what the assistant wrote carry loss."""
+    """In chats, only what the assistant wrote carries loss."""
     skip_bad: bool = False
     """Leave out, and count, documents that cannot be used, instead of refusing the first."""
     dtype: str = "auto"
@@ -71,7 +71,7 @@ class PreprocessOptions:
     overwrite: bool = False
     """Whether to replace files that exist, and discard an unfinished run of other inputs or options."""
     save_seconds: float = 10.0
-    """Time between two points from which an interrupted run goes on."""
+    """Time between two points from which an interrupted run can resume."""
     block_bytes: int = BLOCK_BYTES
     """Raw content that is tokenised at once."""
     show_progress: bool = False
@@ -86,25 +86,25 @@ class PreprocessOptions:
         return {"train": f"{prefix}-train", "heldout": f"{prefix}-heldout"}
 
     def partial_prefix(self) -> str:
-        """What the name of the folder of the unfinished run starts with."""
+        """Prefix of the unfinished run's folder."""
         index, count = self.shard
         return self.output_prefix if count == 1 else f"{self.output_prefix}-{index:05d}-of-{count:05d}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What a run made."""
+    """The result of a run."""
 
     manifests: dict[str, Manifest]
     """By prefix."""
     choice: Choice | None
-    """Which library tokenised, and why. None: an earlier run had tokenised all."""
+    """Which library tokenised, and why. None: an earlier run had tokenised everything."""
     resumed: bool
-    """Whether it went on with an interrupted run."""
+    """Whether it continued an interrupted run."""
 
 
 def preprocess(inputs: Sequence[Input], options: PreprocessOptions, *, say: Callable[[str], None] = lambda _: None) -> Result:
-    """Write the token files of `inputs`; `say` is told what was decided before the work begins.
+    """Write the token files of `inputs`; `say` is called with what was decided before the work begins.
 
     Raises:
         DataError: the tokenizer cannot be used, an output exists, a document cannot be used (unless it may be skipped), a split
@@ -196,7 +196,7 @@ def _dtype(name: str, vocab_size: int) -> type[np.integer]:
 def _header(
     inputs: Sequence[Input], shard: Shard, options: PreprocessOptions, control: ControlIds, dtype: type[np.integer]
 ) -> dict[str, Any]:
-    """All that decides the result, by a name for messages. Whether bad documents may be skipped decides nothing before one."""
+    """Everything that determines the result, by a name for messages; not `skip_bad`, with which a refused run may be resumed."""
     return {
         "input": [one.identity() for one in inputs],
         "key": [options.keys.text, options.keys.messages],
@@ -299,7 +299,7 @@ def _write(blocks: _Blocks, output: PartialOutput, job: EncodingJob, options: Pr
 
 
 def _encoded(blocks: _Blocks, job: EncodingJob, options: PreprocessOptions) -> Generator[BlockTokens, None, None]:
-    """What becomes of each block, in order. Small inputs are not worth the start of processes."""
+    """The result of each block, in order. For small inputs, starting processes is not worthwhile."""
     num_workers = options.num_workers or len(os.sched_getaffinity(0))
     if num_workers == 1 or (options.num_workers is None and 0 < blocks.num_bytes <= options.block_bytes):
         encode = BlockEncoder(job)

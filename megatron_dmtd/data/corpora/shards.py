@@ -1,9 +1,9 @@
-"""Which part of the inputs one of N runs reads, so that the shards one after the other are what a single run writes.
+"""Which part of the inputs one of N runs reads, so that the concatenated shards are what a single run writes.
 
-With at least as many inputs as shards, a shard is a run of whole inputs, and its run touches no other. With fewer, inputs are cut
-between blocks, by the share of all bytes that lies before a block; each run then passes through all inputs, to name documents and
-to check sums as every other run does. Inputs of unknown size cannot be cut so: their blocks are dealt out in turn, and the
-shards cannot be joined in order.
+With at least as many inputs as shards, each shard covers whole consecutive inputs, and its run touches no others. With fewer,
+inputs are cut between blocks, by the share of bytes that precedes a block; each run then passes through all inputs, to name
+documents and compute checksums as every other run does. Inputs of unknown size cannot be cut this way: their blocks are dealt out
+in turn, and the shards cannot be joined in order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Shard:
 
     @property
     def num_bytes(self) -> int:
-        """Of its own blocks, about; 0 if unknown."""
+        """Approximate bytes of its blocks; 0 if unknown."""
         sizes = [one.num_bytes for one in self.inputs]
         return sum(sizes) // (1 if self.whole_inputs else self.count) if all(sizes) else 0
 
@@ -73,7 +73,7 @@ def make_shard(inputs: Sequence[Input], *, index: int, count: int) -> Shard:
 
 
 def _bounds(sizes: Sequence[int], count: int) -> list[int]:
-    """Where each of `count` runs of at least one input begins, and the end of the last: as even as whole inputs allow."""
+    """Start of each of `count` shards of at least one input, and the end of the last: as even as whole inputs allow."""
     begins = [0, *accumulate(sizes)]
     bounds = [0]
     for nth in range(1, count):
@@ -85,5 +85,5 @@ def _bounds(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def source_sha256(inputs: Sequence[Input]) -> str:
-    """Digest of what all inputs are called and how large they are: it decides how they are cut. Paths do not count."""
+    """Digest of the names and sizes of all inputs, which determine how they are cut. Paths do not matter."""
     return sha256_of_text(json.dumps([[one.description, one.num_bytes] for one in inputs]))

@@ -1,6 +1,6 @@
 """Inputs with columns: parquet files, and whatever the `datasets` library loads or streams.
 
-The only home of `pyarrow` and `datasets`, which are imported when such an input is opened.
+The only module that uses `pyarrow` and `datasets`, which are imported when such an input is opened.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class RowsBlock:
 
 
 def _weight(value: Any) -> int:
-    """Bytes of a value, about."""
+    """Approximate bytes of a value."""
     return len(value) if isinstance(value, str | bytes) else len(json.dumps(value, default=str))
 
 
 class ParquetInput:
-    """A parquet file. It is decoded here and tokenised elsewhere, a few rows at a time."""
+    """A parquet file. It is decoded in this process and tokenised in others, a few rows at a time."""
 
     def __init__(self, path: Path, keys: RecordKeys) -> None:
         import pyarrow.parquet

@@ -17,7 +17,7 @@ from megatron_dmtd.data.corpora.inputs import BLOCK_DOCUMENTS, Block, EntriesBlo
 from megatron_dmtd.errors import DataError
 from megatron_dmtd.infra.digests import sha256_of_text
 
-#: the name of the input that any machine with Python has
+#: the name of the input that every machine with Python has
 STDLIB = "stdlib"
 
 
@@ -36,11 +36,11 @@ class LinesBlock:
     keys: RecordKeys
     first_line: int
     num_bytes: int
-    """On disk; of compressed files, about."""
+    """On disk; approximate for compressed files."""
     data: bytes | None = None
-    """The lines, of a compressed file. None: they are read from the place below."""
+    """The lines of a compressed file. None: they are read from the file, as follows."""
     offset: int = 0
-    """Of a plain file: where the lines start. `num_bytes` is their length."""
+    """Where the lines of a plain file start; `num_bytes` is their length."""
 
     def entries(self) -> Iterator[Entry]:
         """Parse each line in turn."""
@@ -98,7 +98,7 @@ class LinesInput:
         return self._stream.sha256
 
     def blocks(self, block_bytes: int) -> Iterator[Block]:
-        """Runs of whole lines. A compressed file that breaks off yields all its whole lines, then the damage."""
+        """Runs of whole lines. A truncated compressed file yields all its whole lines, then the damage."""
         stream = self._stream = ByteStream(self._path, read_bytes=block_bytes)
         pending: list[bytes] = []
         size, offset, first_line, disk_bytes = 0, 0, 1, 0
@@ -115,7 +115,7 @@ class LinesInput:
                 if size < block_bytes or b"\n" not in chunk:
                     continue
             data = b"".join(pending)
-            # At the end of a whole file the last line needs no line end; a line that damage cuts is lost.
+            # The last line of a whole file needs no line end; a line that is cut off by damage is lost.
             end = len(data) if chunk is None and not damage else data.rfind(b"\n") + 1
             lines, rest = data[:end], data[end:]
             if lines:

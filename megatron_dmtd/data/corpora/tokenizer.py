@@ -1,7 +1,7 @@
-"""Tokenizers: loading, encoding text without letting it speak control tokens, and training a byte-level BPE.
+"""Tokenizers: loading, encoding text so that it cannot produce control tokens, and training a byte-level BPE.
 
-A text may hold the characters `<|endoftext|>` or `<|mask|>`: web pages and source files of language models do. They stay text. If
-they became the control ids, a document would end in its middle, or hold MASK, which stands for a token not yet known.
+A text may contain the characters `<|endoftext|>` or `<|mask|>`, as web pages and source files about language models do. They stay
+text. If they became control ids, a document would end in the middle, or contain MASK, which stands for a token not yet known.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SMALLEST_VOCABULARY = 256 + len(_CONTROL_TOKENS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControlIds:
-    """Ids that stand for no text."""
+    """Ids that do not stand for text."""
 
     eos: int
     """End of a document."""
@@ -73,7 +73,7 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
 
 
 def tokenizer_sha256(directory: str | Path) -> str:
-    """Digest of the folder's `tokenizer.json`, by which a corpus knows what made it. Raises `DataError` if there is none."""
+    """Digest of the folder's `tokenizer.json`, which a corpus's manifest records. Raises `DataError` if there is no such file."""
     return sha256_of_file(_tokenizer_file(directory))
 
 
@@ -97,7 +97,7 @@ def control_ids(tokenizer: PreTrainedTokenizerFast, *, mask_token_id: int | None
 
 
 def check_mask(directory: str | Path, mask_token_id: int) -> None:
-    """Raise `DataError` if the id is a token of ordinary text. Reads `tokenizer.json` alone: a rank needs nothing else of it."""
+    """Raise `DataError` if the id is a token of ordinary text. Reads only `tokenizer.json`, which is all that a rank needs."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(_tokenizer_file(directory)))
@@ -113,8 +113,8 @@ def check_mask(directory: str | Path, mask_token_id: int) -> None:
 def encoder_json(tokenizer: PreTrainedTokenizerFast, control: ControlIds, *, chats: bool) -> str:
     """The tokenizer as `tokenizers` reads it, without the length limits that a tokenizer.json may carry.
 
-    For texts the control tokens are marked special, because special tokens can be told to stay text: Qwen3's MASK
-    <|fim_middle|> is an added token that is not marked. For `chats` the tokens of the template must be read: nothing changes.
+    For texts the control tokens are marked special, because special tokens can be made to stay text: Qwen3's MASK <|fim_middle|>
+    is an added token without the mark. For `chats` the template's tokens must be recognised, so nothing changes.
     """
     from tokenizers import AddedToken, Tokenizer
 
@@ -140,7 +140,7 @@ def vocabulary_size(tokenizer_json: str, control: ControlIds) -> int:
 
 
 class TextEncoder:
-    """Text to ids by the `tokenizers` library: what all other encoders must equal. Nothing is added or cut off."""
+    """Text to ids by the `tokenizers` library: the reference for all other encoders. Nothing is added or truncated."""
 
     def __init__(self, tokenizer_json: str, *, chats: bool = False) -> None:
         """`tokenizer_json` comes from `encoder_json`. Unless for `chats`, tokens marked special stay ordinary characters."""
@@ -212,7 +212,7 @@ def train_bpe(
 
 
 def _save(tokenizer_json: str, output_dir: Path) -> None:
-    """Write the three files of the folder, each in one step; tokenizer.json, by which the folder is known, is the last."""
+    """Write the three files of the folder, each atomically; tokenizer.json, which identifies the folder, comes last."""
     control = {"eos_token": EOS_TOKEN, "pad_token": PAD_TOKEN, "mask_token": MASK_TOKEN}
     config = {
         # The class name is the one that every version of transformers knows.

@@ -1,6 +1,6 @@
-"""Looking at a finished token file: whether it is what its manifest says, and what its documents say.
+"""Inspection of a finished token file: whether it is what its manifest says, and the text of its documents.
 
-Shape legend: T tokens of a chunk, K documents of a chunk, N tokens of one document.
+Shape legend: N tokens of a chunk or a document, Z documents of a chunk.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verified:
-    """What was counted in a token file that is in order."""
+    """Counts of a valid token file."""
 
     num_documents: int
     num_tokens: int
@@ -34,7 +34,7 @@ class Verified:
     """Tokens of the longest document."""
     dtype: str
     manifest: Manifest | None
-    """None: nothing but the format could be checked."""
+    """None: only the format could be checked."""
 
 
 def verify(prefix: str, *, tokenizer_dir: str | None = None) -> Verified:
@@ -72,7 +72,7 @@ def verify(prefix: str, *, tokenizer_dir: str | None = None) -> Verified:
 
 
 def check_tokenizer(prefix: str, tokenizer_dir: str) -> None:
-    """Raise `DataError` if the manifest of `prefix` names another tokenizer. Without a manifest nothing can be told."""
+    """Raise `DataError` if the manifest of `prefix` names another tokenizer. Without a manifest this cannot be checked."""
     manifest = read_manifest(prefix)
     if manifest is None:
         return
@@ -89,10 +89,10 @@ def _scan(file: TokenFile, mask_token_id: int | None) -> tuple[int, int, str]:
     """Lowest id, highest id and digest of all tokens."""
     digest = hashlib.sha256()
     lowest, highest = 0, 0
-    for tokens_T in file.chunks(_CHUNK):
-        digest.update(tokens_T.data)
-        lowest, highest = min(lowest, int(tokens_T.min())), max(highest, int(tokens_T.max()))
-        if mask_token_id is not None and bool((tokens_T == mask_token_id).any()):
+    for tokens_N in file.chunks(_CHUNK):
+        digest.update(tokens_N.data)
+        lowest, highest = min(lowest, int(tokens_N.min())), max(highest, int(tokens_N.max()))
+        if mask_token_id is not None and bool((tokens_N == mask_token_id).any()):
             raise DataError(found=f"the MASK id {mask_token_id} in {file.prefix}.bin", required="text without it", remedy=_REMEDY)
     return lowest, highest, digest.hexdigest()
 
@@ -101,8 +101,8 @@ def _check_documents(file: TokenFile, manifest: Manifest | None) -> tuple[int, i
     """Lengths of the shortest and the longest document."""
     shortest, longest = 2**62, 0
     for begin in range(0, len(file), _CHUNK):
-        lengths_K = file.lengths(begin, min(begin + _CHUNK, len(file)))
-        shortest, longest = min(shortest, int(lengths_K.min())), max(longest, int(lengths_K.max()))
+        lengths_Z = file.lengths(begin, min(begin + _CHUNK, len(file)))
+        shortest, longest = min(shortest, int(lengths_Z.min())), max(longest, int(lengths_Z.max()))
     if manifest is not None and shortest == 0:
         raise DataError(found=f"an empty document in {file.prefix}", required="documents with tokens", remedy=_REMEDY)
     return shortest, longest
@@ -122,14 +122,14 @@ def _check_loss(file: TokenFile) -> None:
         end = min(begin + _CHUNK, len(file))
         if not np.array_equal(marks.lengths(begin, end), file.lengths(begin, end)):
             raise DataError(found=f"{marks.prefix}: other documents", required=f"those of {file.prefix}", remedy=_REMEDY)
-    if any(int(marks_T.max()) > 1 for marks_T in marks.chunks(_CHUNK)):
+    if any(int(marks_N.max()) > 1 for marks_N in marks.chunks(_CHUNK)):
         raise DataError(found=f"{marks.prefix}: marks above 1", required="0 or 1 per token", remedy=_REMEDY)
 
 
 def inspect(prefix: str, documents: range, *, tokenizer_dir: str, cycle_length: int, color: bool) -> Iterator[str]:
-    """Each document as text: `|` where a cycle begins, tokens between brackets or colours as they carry loss.
+    """Each document as text, with `|` where a cycle begins, showing which tokens carry loss.
 
-    The first token is no target: nothing comes before it. Tokens that are no target stand in `[` `]`, or in grey with `color`.
+    The first token is not a target, since nothing precedes it. Tokens that are not targets are in `[` `]`, or grey with `color`.
     Raises `DataError` if a document does not exist, or the tokenizer is not that of the corpus.
     """
     check_tokenizer(prefix, tokenizer_dir)

@@ -1,8 +1,8 @@
-"""A pool of processes that turn blocks into results, in order, and that never outlive the process that started them.
+"""A pool of processes that turn blocks into results, in order, and never outlive the process that started them.
 
-Each worker has a pipe of its own and inherits nothing else (`spawn`), so that it ends when its parent does, even by SIGKILL: a
-waiting worker reads the end of its pipe, and on Linux the kernel ends a working one. What is in flight is bounded, so that memory
-does not grow with the input. It knows nothing of tokens or files.
+Each worker has its own pipe and inherits nothing else (`spawn`), so it ends when its parent does, even by SIGKILL: an idle worker
+reads the end of its pipe, and on Linux the kernel ends a busy one. The number of tasks in flight is bounded, so memory does not
+grow with the input. The module knows neither tokens nor files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_dmtd.infra.processes import die_with
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-#: results that may wait for an earlier one, per worker
+#: results per worker that may wait for an earlier one
 _AHEAD = 3
 
 
@@ -114,7 +114,7 @@ class WorkerPool(Generic[Task, Result]):
         try:
             connection.send(task)
         except (BrokenPipeError, ConnectionResetError):
-            self._receive(connection)  # it died, perhaps with a word
+            self._receive(connection)  # it died, perhaps after a last message
 
     def _receive(self, connection: Connection) -> Any:
         try:
@@ -124,8 +124,8 @@ class WorkerPool(Generic[Task, Result]):
             process.join(10)
             raise DataError(
                 found=f"a worker process that ended with exit code {process.exitcode}",
-                required="workers that live to the end (-9 is often the kernel, out of memory)",
-                remedy="run the same command again, with fewer --workers: it goes on where it stopped",
+                required="workers that finish (-9 is often the kernel, out of memory)",
+                remedy="run the same command again, with fewer --workers: it continues where it stopped",
             ) from None
         if kind == "refused":
             error, found, required, remedy = value

@@ -39,6 +39,7 @@ from megatron_dmtd.infra.digests import sha256_of_file
 from megatron_dmtd.infra.directories import remove
 from megatron_dmtd.infra.files import write_durably
 from megatron_dmtd.infra.processes import die_with
+from megatron_dmtd.training import exit_codes
 from megatron_dmtd.training.checkpoints import paths
 from megatron_dmtd.training.checkpoints.sharded_state import METADATA, whole_state
 from megatron_dmtd.training.health.consensus import any_rank, gathered_on_first, told_by_first
@@ -51,6 +52,8 @@ _POLL_S = 0.02
 
 class SaveError(CheckpointError):
     """A checkpoint that could not be written. The last complete one stands."""
+
+    exit_status = exit_codes.NOT_SAVED
 
 
 def _error(root: Path, faults: list[str]) -> SaveError:

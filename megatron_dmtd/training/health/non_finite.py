@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 from megatron_dmtd.config import to_dict
 from megatron_dmtd.errors import DMTDError
 from megatron_dmtd.infra.files import write_atomically
+from megatron_dmtd.training import exit_codes
 from megatron_dmtd.training.health.consensus import gathered_on_first, told_by_first
 from megatron_dmtd.training.state import RunState
 from megatron_dmtd.training.step import StepResult
@@ -31,6 +32,8 @@ SPIKE_WINDOW, SPIKE_MINIMUM = 64, 16
 
 class BadNumbers(DMTDError):
     """Training that cannot go on: a loss or gradient is not finite, and no more steps may be skipped."""
+
+    exit_status = exit_codes.BAD_NUMBERS
 
 
 def rows_of_microbatch(run: RunState, microbatch: int) -> list[int]:

@@ -1,6 +1,6 @@
 """Pretraining: cross-entropy of the next token over packed documents, reported whole and per phase of the cycle.
 
-Shape legend: B rows, N slots per row.
+Shape legend: B rows, N slots of a row.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ DOCUMENTS = [[1, 2, 3, 4], [5], [6, 7, 8]]
 def test_documents_are_read_back_in_parts(write_tokens):
     file = TokenFile(write_tokens(DOCUMENTS))
     assert len(file) == 3
-    assert file.document_lengths_D.tolist() == [4, 1, 3]
-    assert file.document_lengths_D.dtype == np.int64
+    assert file.document_lengths_U.tolist() == [4, 1, 3]
+    assert file.document_lengths_U.dtype == np.int64
     assert file.read(0, 1, 3).tolist() == [2, 3, 4]
     assert file.read(2, 0, 3).tolist() == [6, 7, 8]
 
@@ -27,7 +27,7 @@ def test_a_read_never_leaves_its_document(write_tokens):
 
 def test_empty_documents_are_documents(write_tokens):
     file = TokenFile(write_tokens([[1, 2], [], [3], []]))
-    assert file.document_lengths_D.tolist() == [2, 0, 1, 0]
+    assert file.document_lengths_U.tolist() == [2, 0, 1, 0]
     assert file.read(3, 0, 0).tolist() == []
     assert file.read(2, 0, 1).tolist() == [3]
 
@@ -41,7 +41,7 @@ def test_a_document_of_several_sequences_is_read_as_one(tmp_path):
     builder.add_document(np.array([6, 7]), [1, 1])
     builder.finalize(prefix + ".idx")
     file = TokenFile(prefix)
-    assert file.document_lengths_D.tolist() == [5, 2]
+    assert file.document_lengths_U.tolist() == [5, 2]
     assert file.read(0, 1, 3).tolist() == [2, 3, 4]
     assert file.read(1, 0, 2).tolist() == [6, 7]
 
@@ -146,7 +146,7 @@ def test_files_beyond_2_gib_and_2_to_the_31_tokens_are_read_right_by_us_and_by_m
     file, theirs = TokenFile(prefix), IndexedDataset(prefix)
     assert file.num_tokens == sum(lengths) > 2**31 and (tmp_path / "large.bin").stat().st_size > 2**33
     file.check_index()
-    assert file.document_lengths_D.tolist() == lengths
+    assert file.document_lengths_U.tolist() == lengths
     for reader in (lambda d, n: file.read(d, 0, n), lambda d, n: theirs.get(d, offset=0, length=n)):
         assert reader(2, 3).tolist() == [7, 8, 9]
         assert reader(3, 2).tolist() == [0, 0]

@@ -53,8 +53,8 @@ def block_of(texts, num_bytes=7):
 
 
 def documents_of(part):
-    ends = np.cumsum(part.lengths_D)
-    return [part.tokens_T[begin:end].tolist() for begin, end in zip(ends - part.lengths_D, ends)]
+    ends = np.cumsum(part.lengths_U)
+    return [part.tokens_N[begin:end].tolist() for begin, end in zip(ends - part.lengths_U, ends)]
 
 
 def test_each_text_is_its_ids_and_eos(folder, job):
@@ -62,14 +62,14 @@ def test_each_text_is_its_ids_and_eos(folder, job):
     part, tokenizer = made.splits["all"], load_tokenizer(folder)
     assert [tokenizer.decode(ids[:-1]) for ids in documents_of(part)] == TEXTS
     assert all(ids[-1] == tokenizer.eos_token_id and 2 not in ids for ids in documents_of(part))
-    assert part.tokens_T.dtype == np.uint16 and part.lengths_D.dtype == np.int32 and part.loss_T is None
-    assert part.max_token_id == part.tokens_T.max()
-    assert (made.num_documents, made.num_tokens, made.num_bytes, made.bad) == (4, part.tokens_T.size, 7, [])
+    assert part.tokens_N.dtype == np.uint16 and part.lengths_U.dtype == np.int32 and part.loss_N is None
+    assert part.max_token_id == part.tokens_N.max()
+    assert (made.num_documents, made.num_tokens, made.num_bytes, made.bad) == (4, part.tokens_N.size, 7, [])
 
 
 def test_a_block_without_documents_is_empty_arrays(job):
     part = BlockEncoder(job())(EntriesBlock(documents=())).splits["all"]
-    assert part.tokens_T.size == part.lengths_D.size == part.max_token_id == 0
+    assert part.tokens_N.size == part.lengths_U.size == part.max_token_id == 0
 
 
 def test_splits_are_disjoint_and_together_all(job):
@@ -105,8 +105,8 @@ def test_chats_are_what_the_template_writes_and_the_assistants_tokens_are_marked
     tokenizer = load_tokenizer(folder)
     for ids, chat in zip(documents_of(plain), (CHAT, CHAT[:1])):
         assert ids == tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"]
-    assert np.array_equal(plain.tokens_T, marked.tokens_T) and plain.loss_T is None
-    assert tokenizer.decode(marked.tokens_T[marked.loss_T == 1]) == "sat<|im_end|>"
+    assert np.array_equal(plain.tokens_N, marked.tokens_N) and plain.loss_N is None
+    assert tokenizer.decode(marked.tokens_N[marked.loss_N == 1]) == "sat<|im_end|>"
 
 
 def test_a_chat_that_the_template_refuses_is_bad(folder, job, tmp_path):

@@ -19,9 +19,9 @@ HEADER = {"input": ["a.jsonl 10"], "mask id": 2}
 def tokens(*documents, with_loss=False):
     ids = np.array([token for document in documents for token in document], dtype=np.uint16)
     return SplitTokens(
-        tokens_T=ids,
-        lengths_D=np.array([len(document) for document in documents], dtype=np.int32),
-        loss_T=(ids % 2).astype(np.uint8) if with_loss else None,
+        tokens_N=ids,
+        lengths_U=np.array([len(document) for document in documents], dtype=np.int32),
+        loss_N=(ids % 2).astype(np.uint8) if with_loss else None,
         max_token_id=int(ids.max(initial=0)),
     )
 
@@ -81,7 +81,7 @@ def test_an_interrupted_run_goes_on_behind_what_was_saved_and_forgets_the_rest(p
         assert output.bin_sha256("all") == hashlib.sha256(np.array([1, 2, 3], np.uint16).tobytes()).hexdigest()
         output.publish()
     file = TokenFile(prefix)
-    assert file.document_lengths_D.tolist() == [2, 1] and file.tokens(0, 2).tolist() == [1, 2, 3]
+    assert file.document_lengths_U.tolist() == [2, 1] and file.tokens(0, 2).tolist() == [1, 2, 3]
 
 
 def test_states_are_saved_only_as_often_as_asked_for(prefix):
@@ -110,7 +110,7 @@ def test_another_run_is_refused_by_what_differs_and_discarded_on_demand(prefix):
 
 
 def test_two_processes_do_not_write_one_output(prefix):
-    with opened(prefix), pytest.raises(DataError, match=r"c\.partial, on which another process works"):
+    with opened(prefix), pytest.raises(DataError, match=r"c\.partial, which another process is using"):
         opened(prefix)
     opened(prefix).close()  # the first one has given it up
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.tiny import write_corpus
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def _bench(*arguments: str) -> dict[str, dict[str, float]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-PATH = Path(__file__).parents[2] / "tools" / "bench" / "decode.py"
+PATH = Path(__file__).parents[3] / "tools" / "bench" / "decode.py"
 SMALL = ["--layers", "1", "1", "--rounds", "2", "--threads", "1"]
 
 
