@@ -46,7 +46,6 @@ MOST_LINES = 550
 UNTESTED_LINES = 40
 #: modules that still have none. Nothing is added here; who writes a test takes its line out.
 STILL_WITHOUT_TESTS = {
-    "families/base.py",
     "inference/completion.py",
     "inference/graphs.py",
     "inference/native/build.py",
@@ -56,25 +55,13 @@ STILL_WITHOUT_TESTS = {
     "inference/runner.py",
     "inference/static_pass.py",
     "inference/text.py",
-    "launch/cost.py",
-    "launch/links.py",
-    "launch/submit.py",
-    "models/attention_core.py",
-    "models/gradients.py",
-    "models/transformer_config.py",
     "serving/answers.py",
     "serving/metrics.py",
     "serving/requests.py",
     "serving/worker.py",
-    "training/checkpoints/sharded_state.py",
-    "training/health/consensus.py",
-    "training/objectives/protocol.py",
-    "training/progress.py",
-    "training/start.py",
-    "training/state.py",
 }
 #: of the test files, how many stand at the mirror path of what they test; the others test the system as a whole
-MIRRORED_SHARE = 0.85
+MIRRORED_SHARE = 0.87
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
