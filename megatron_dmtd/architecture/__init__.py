@@ -1,7 +1,7 @@
-"""A decoder as data: its layers, the schedule of visits to them, and what follows from the two.
+"""A decoder as data: its layers, the schedule of visits to them, and what can be derived from the two.
 
-`DecoderSpec` says what the layers are, `Schedule` in which order they are visited, by which streams, and which K and V are kept.
-Shapes, counts of parameters, FLOPs, kept activations and the K/V groups of decoding are folds over the two. No torch here:
+`DecoderSpec` describes the layers; `Schedule` the order in which they are visited, by which streams, and which K and V are kept.
+Shapes, parameter counts, FLOPs, kept activations and the K/V groups of decoding are computed from the two. No torch here:
 `architecture.rotary`, which needs it, is imported by its own name.
 """
 

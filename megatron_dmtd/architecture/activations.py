@@ -1,6 +1,6 @@
-"""What the backward pass keeps of each visit: an estimate in the layers' own terms.
+"""Estimate of the activations that each visit keeps for the backward pass, from the sizes of the layer.
 
-A test compares it with what autograd keeps. Allocator overhead, temporaries and the communication library come on top.
+A test compares it with what autograd keeps. Allocator overhead, temporaries and the communication library are not included.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ def visit_activations_per_token(
 ) -> float:
     """Numbers that one visit keeps for the backward pass, per token of one stream and tensor-parallel rank.
 
-    Inputs and outputs of both norms; the joint projection of queries, keys and values, what their norms and rotation keep, the
-    attention's output and log-sum-exp, the rotation's angles; the gate and up halves and their product. Without the fused kernels
-    of a GPU the norms keep their normalised inputs too, and the gated activation its parts. A visit of two streams keeps each
-    one's attention output and both joined, and on a GPU the keys and values of one joined to the other's.
+    These are inputs and outputs of both norms; the joint projection of queries, keys and values, what their norms and rotation
+    keep, the attention's output and log-sum-exp, the rotary angles; the gate and up halves and their product. Without the fused
+    kernels of a GPU, norms also keep their normalised inputs, and the gated activation its parts. A visit of two streams keeps
+    both attention outputs and their concatenation, and on a GPU the concatenated keys and values of both streams.
     """
     layer = schedule.layer(visit)
     sequence = tensor if sequence_parallel else 1

@@ -1,9 +1,9 @@
 """Floating-point operations of a schedule, visit by visit.
 
 A multiplication and an addition count as two operations, a training step as three forward passes. Only matrix products count:
-projections, the output head and attention over the keys that a query may really see (docs/method.md, sections 2 to 5), not the
-rectangle that a kernel may compute. Work that is done again (recompute) or for nothing (a stream that ends at a visit's K and V
-beyond these) does not count. Norms, rotation and biases are left out.
+projections, the output head and attention over the keys that a query really sees (docs/method.md, sections 2 to 5), not the
+rectangle that a kernel may compute. Repeated work (recompute) and useless work (everything but K and V of a stream that ends at a
+visit) do not count. Norms, rotation and biases are left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ATTENTION_PRODUCTS = 2
 
 
 def key_value_weights(layer: LayerSpec, hidden_size: int) -> int:
-    """Weights of a layer that give a token's K and V."""
+    """Weights of a layer that produce a token's K and V."""
     return 2 * hidden_size * layer.attention.key_size
 
 
@@ -41,7 +41,7 @@ def visit_weights(schedule: Schedule, visit: Visit) -> int:
 
 
 def _causal_pairs(length: int, window: int | None) -> int:
-    """(query, key) pairs of one document if each query sees itself and what is before it, at most `window` keys."""
+    """(query, key) pairs of one document if each query sees itself and earlier slots, at most `window` keys in all."""
     if window is None or window >= length:
         return length * (length + 1) // 2
     return window * (window + 1) // 2 + (length - window) * window
@@ -95,7 +95,7 @@ def training_flops_per_token(schedule: Schedule, *, document_length: int) -> flo
 def decoding_weights(schedule: Schedule) -> float:
     """Weights read per token in decoding at batch 1: the parallel pass once per cycle, the sequential one and the head per token.
 
-    Norms and biases are left out. The ratio of vanilla's to a variant's is the limit of its speed-up by weight traffic.
+    Norms and biases are left out. Vanilla's figure over a variant's is the largest speed-up that weight traffic allows.
     """
     decoder, method = schedule.decoder, schedule.method
     reads = dict.fromkeys(("parallel", "sequential"), 0)

@@ -1,7 +1,7 @@
 """Rotary frequencies of a profile, and the angles of positions: one formula for training and decoding.
 
-Frequencies of a scaled profile are computed in fp32, as Hugging Face's transformers computes them, and equal its own bit for bit;
-those of the default profile in the type asked for. Exported model code carries its own computation, by transformers' functions.
+Frequencies of a scaled profile are computed in fp32, as transformers computes them, and equal transformers' bit for bit; those of
+the default profile are computed in the requested type. Exported model code calls the functions of transformers instead.
 
 Sources: RoPE, arXiv 2104.09864; YaRN, arXiv 2309.00071; `llama3`, the model card of Llama 3.1.
 
@@ -38,7 +38,7 @@ def inverse_frequencies(
 
 
 def attention_factor(scaling: RopeScaling) -> float:
-    """What cosines and sines are multiplied by, on queries and on keys: its square scales the attention's scores."""
+    """Factor on cosines and sines of queries and of keys; its square scales the attention's scores."""
     if scaling.rope_type != "yarn":
         return 1.0
     if scaling.attention_factor:
@@ -65,7 +65,7 @@ def _concentration(factor: float, mscale: float) -> float:
 
 
 def _llama3(inverse_A: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Long wavelengths are divided by `factor`, short ones stay, and those between pass from one to the other."""
+    """Long wavelengths are divided by `factor`, short ones are unchanged, and those in between are interpolated."""
     original = scaling.original_max_position_embeddings
     wavelength_A = 2 * math.pi / inverse_A
     longest, shortest = original / scaling.low_freq_factor, original / scaling.high_freq_factor
@@ -76,7 +76,7 @@ def _llama3(inverse_A: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 
 def _yarn(period_A: torch.Tensor, scaling: RopeScaling, *, theta: float, head_dim: int) -> torch.Tensor:
-    """Frequencies of few rotations over the original context are divided by `factor`, those of many stay."""
+    """Frequencies with few rotations over the original context are divided by `factor`, those with many are unchanged."""
     first, last = (
         _dimension_of(rotations, scaling.original_max_position_embeddings, theta=theta, head_dim=head_dim)
         for rotations in (scaling.beta_fast, scaling.beta_slow)
@@ -92,5 +92,5 @@ def _yarn(period_A: torch.Tensor, scaling: RopeScaling, *, theta: float, head_di
 
 
 def _dimension_of(rotations: float, context: int, *, theta: float, head_dim: int) -> float:
-    """The pair of dimensions, as a real number, that turns so many times over `context` positions."""
+    """The pair of dimensions, as a real number, that makes this many rotations over `context` positions."""
     return head_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))

@@ -1,8 +1,8 @@
 """In which order a decoder's layers are visited, by which streams, and which K and V outlive the pass.
 
 A schedule is the method applied to a decoder. Training runs its visits one after the other; decoding runs those of one pass at a
-time: the parallel pass once per cycle, the sequential pass once per token. The four variants and vanilla differ in their visits
-and in nothing else: whoever runs a schedule need not ask which variant it is.
+time: the parallel pass once per cycle, the sequential pass once per token. The four variants and vanilla differ only in their
+visits: code that runs a schedule need not ask which variant it is.
 
 Source: docs/method.md, sections 1 to 9.
 """
@@ -31,17 +31,17 @@ PARALLEL, SEQUENTIAL = "parallel", "sequential"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVGroup:
-    """K and V of several visits that are stored alike: entries of one size, as many of them at every moment."""
+    """K and V of several visits that are stored alike: entries of one size, and always equally many."""
 
     name: str
     pass_name: str
-    """`parallel` or `sequential`: whose visits write it. It decides how many entries a request has (`num_entries`)."""
+    """`parallel` or `sequential`: the pass that writes it. It determines how many entries a request has (`num_entries`)."""
     visits: tuple[int, ...]
-    """Indices of the schedule's visits that store here, in order: visit `visits[i]` has place i."""
+    """Indices of the schedule's visits that store here, in order; visit `visits[i]` has place i."""
     num_key_value_heads: int
     head_dim: int
     window: int | None
-    """Keys that its visits see at most; None: all."""
+    """Most keys that its visits see; None: all."""
 
     def num_entries(self, method: Method, num_tokens: int) -> int:
         """Entries of a request that has taken `num_tokens` tokens."""
@@ -50,22 +50,22 @@ class KVGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Visit:
-    """One layer at work."""
+    """One application of a layer."""
 
     layer: int
-    """Whose weights: an index of the decoder's layers. Several visits may name the same layer."""
+    """Index of the decoder's layer whose weights are used. Several visits may name the same layer."""
     pass_name: str
     """`parallel` (once per cycle in decoding) or `sequential` (once per token)."""
     streams: tuple[Stream, ...]
-    """Streams that enter, in the order in which they lie side by side."""
+    """Streams that enter, in the order in which they are concatenated."""
     outputs: tuple[Stream, ...]
-    """Streams that leave. Others end at this visit's K and V: nothing later reads them."""
+    """Streams that leave. The others end at this visit's K and V: nothing later reads them."""
     stored: Stream
     """The stream whose K and V outlive the pass."""
     kv_group: str
-    """Where they are kept."""
+    """Name of the group in which they are kept."""
     kv_place: int
-    """Which of the group's visits this is."""
+    """Place of this visit in the group."""
 
     def __post_init__(self) -> None:
         assert self.outputs and set(self.outputs) <= set(self.streams) and self.stored in self.streams, self
@@ -97,7 +97,7 @@ class Schedule:
 
     @property
     def split(self) -> int:
-        """The first visit of the sequential pass: before it `Embed(x)` joins what the parallel pass gave. 0: no parallel pass."""
+        """The first visit of the sequential pass, where `Embed(x)` is added to the parallel outputs. 0: no parallel pass."""
         return sum(visit.pass_name == PARALLEL for visit in self.visits)
 
     def layer(self, visit: Visit) -> LayerSpec:
@@ -129,14 +129,14 @@ def _flows(method: Method, num_layers: int) -> Iterator[tuple[int, str, tuple[St
         if not method.refreshes:
             yield layer, PARALLEL, (shadow,), (shadow,), shadow
         else:
-            # Nothing reads the last parallel layer's real stream but through its K and V (docs/method.md, section 3.1).
+            # Of the last parallel layer's real stream only K and V are ever read (docs/method.md, section 3.1).
             yield layer, PARALLEL, (real, shadow), (shadow,) if layer == split - 1 else (real, shadow), real
     for layer in range(split, num_layers):
         yield layer, SEQUENTIAL, (real,), (real,), real
 
 
 def _group_name(pass_name: str, layer: LayerSpec, others: list[LayerSpec]) -> str:
-    """The name of a pass's K/V group: the pass alone where all its layers store alike, else with what tells them apart."""
+    """The name of a pass's K/V group: that of the pass if all its layers store alike, otherwise with what distinguishes them."""
     if len({_stored_as(other) for other in others}) == 1:
         return pass_name
     heads, width, window = _stored_as(layer)
@@ -149,7 +149,7 @@ def _stored_as(layer: LayerSpec) -> tuple[int, int, int | None]:
 
 
 def make_schedule(decoder: DecoderSpec, method: Method) -> Schedule:
-    """The visits of `method` on `decoder`. The configuration has been validated: the method leaves a sequential layer."""
+    """The visits of `method` to `decoder`. The configuration is validated, so there is at least one sequential layer."""
     assert method.num_parallel_layers < decoder.num_layers, (method, decoder.num_layers)
     flows = list(_flows(method, decoder.num_layers))
     of_pass = {name: [decoder.layers[layer] for layer, other, *_ in flows if other == name] for name in (PARALLEL, SEQUENTIAL)}

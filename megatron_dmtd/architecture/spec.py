@@ -1,4 +1,4 @@
-"""What a decoder is made of. Frozen values without behaviour: a new kind of part is a new value here and a builder where it runs.
+"""The parts of a decoder. Frozen values without behaviour: a new kind of part is a new value here and a builder where it is used.
 
 The arithmetic that the values stand for, in the order of one layer:
 
@@ -16,11 +16,11 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)  # without slots: jsonargparse reads the defaults of a nested section by `vars`
 class RopeScaling:
-    """How rotary frequencies differ from the default ones; the fields are Hugging Face's, those of other kinds are left alone."""
+    """How rotary frequencies differ from the default ones. Fields are Hugging Face's; unused ones keep their defaults."""
 
     rope_type: Literal["default", "linear", "llama3", "yarn"] = "default"
-    """`default`: not at all. `linear`: positions divided by `factor`. `llama3`: long wavelengths divided by `factor`. `yarn`: the
-    same by a ramp over the frequencies, and a factor on the attention's scores (arXiv 2309.00071)."""
+    """`default`: not at all. `linear`: positions are divided by `factor`. `llama3`: long wavelengths are. `yarn`: the same with a
+    ramp over the frequencies, and a factor on the attention's scores (arXiv 2309.00071)."""
     factor: float = 1.0
     """Ratio of the longer context to the original one; at least 1."""
     original_max_position_embeddings: int = 0
@@ -28,11 +28,11 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     """`llama3`: wavelengths above the original context over this number are divided by `factor`."""
     high_freq_factor: float = 4.0
-    """`llama3`: wavelengths below the original context over this number stay. Above `low_freq_factor`."""
+    """`llama3`: wavelengths below the original context over this number are unchanged. Above `low_freq_factor`."""
     beta_fast: float = 32.0
-    """`yarn`: frequencies of more rotations than this over the original context stay."""
+    """`yarn`: frequencies with more rotations than this over the original context are unchanged."""
     beta_slow: float = 1.0
-    """`yarn`: frequencies of fewer rotations than this are divided by `factor`."""
+    """`yarn`: frequencies with fewer rotations than this are divided by `factor`."""
     attention_factor: float = 0.0
     """`yarn`: factor on cosines and sines. 0: derived from `factor` (and `mscale`, `mscale_all_dim` where they are set)."""
     mscale: float = 0.0
@@ -74,7 +74,7 @@ class AttentionSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     window: int | None = None
-    """Keys that a query sees at most, itself included: a sliding window. None: all before it."""
+    """Sliding window: most keys that a query sees, its own included. None: no limit."""
 
     @property
     def query_size(self) -> int:
@@ -106,7 +106,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderSpec:
-    """The weights of a decoder, and how each layer uses its own. In which order layers are visited is the schedule's."""
+    """The weights of a decoder, and how each layer uses its own. The schedule says in which order layers are visited."""
 
     vocab_size: int
     """Tokens; the trainer pads its tables."""
@@ -116,7 +116,7 @@ class DecoderSpec:
     tie_word_embeddings: bool
     """Whether the output head is the embedding table."""
     max_position_embeddings: int
-    """Longest document that the decoder is meant for."""
+    """Longest document, in tokens, that the decoder is meant to process."""
 
     def __post_init__(self) -> None:
         assert self.layers, "a decoder without layers"

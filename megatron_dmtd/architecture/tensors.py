@@ -1,6 +1,6 @@
-"""The tensors of a decoder under names of our own, from which every other naming is derived.
+"""The tensors of a decoder, under neutral names from which all other names are derived.
 
-`families` maps these names to Hugging Face's, `weights` to Megatron's, the engine to its fused matrices: three readers of one
+`families` maps them to Hugging Face's names, `weights` to Megatron's, and the engine to its fused matrices: three readers of one
 list. Matrices are `[out, in]`.
 """
 
@@ -22,7 +22,7 @@ GATE, UP, DOWN = "mlp.gate", "mlp.up", "mlp.down"
 
 @dataclass(frozen=True, slots=True)
 class TensorShape:
-    """Shape of one tensor, and which of its dimensions tensor-parallel ranks share out."""
+    """Shape of one tensor, and the dimension along which tensor-parallel ranks split it."""
 
     shape: tuple[int, ...]
     split_dim: int | None = None
@@ -30,7 +30,7 @@ class TensorShape:
 
     @property
     def num_elements(self) -> int:
-        """Numbers in it."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 

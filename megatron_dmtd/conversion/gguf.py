@@ -157,7 +157,7 @@ class GGUFModel:
         faults += [f"no {self._architecture}.{name}" for name in _REQUIRED if self._setting(name) is None]
         faults += [f"no {name}" for name in ("token_embd.weight", "blk.0.attn_q.weight") if name not in self._tensors]
         if faults:
-            raise self._refusal(faults, required="a model whose every setting is known here")
+            raise self._refusal(faults, required="a model all of whose settings are known here")
         fields = {hf: self._setting(name) for name, hf in (_REQUIRED | _OPTIONAL).items() if self._setting(name) is not None}
         fields = {"rope_theta": _DEFAULT_THETA} | fields | self._rope_scaling()
         # As the projection has it: not every writer states the width of a head.

@@ -66,7 +66,7 @@ def read_directory(directory: str | Path) -> ModelDescription:
 
 
 def read_hf_fields(directory: str | Path) -> dict[str, Any]:
-    """The fields of `directory`/config.json as they stand. Raises `ModelError` if there is none, or it is no JSON object."""
+    """The fields of `directory`/config.json, unchanged. Raises `ModelError` if there is none, or it is not a JSON object."""
     refusal = Refusal(ModelError, required="a Hugging Face model directory", remedy="check the path")
     return read_object(Path(directory) / "config.json", refusal)
 
@@ -74,7 +74,7 @@ def read_hf_fields(directory: str | Path) -> dict[str, Any]:
 def write_fields(description: ModelDescription) -> dict[str, Any]:
     """The fields of a `config.json`: of `model.family` for a vanilla model, else of the DMTD family.
 
-    Raises `ModelError` if the family has no words for a part that the decoder has.
+    Raises `ModelError` if the family cannot express a part of the decoder.
     """
     if not description.cycle.is_vanilla:
         return FAMILIES[DMTD.model_type].write(description)
@@ -82,7 +82,7 @@ def write_fields(description: ModelDescription) -> dict[str, Any]:
 
 
 def vanilla_family(description: ModelDescription) -> Family:
-    """The family of an ordinary decoder with these parts. Raises `ModelError` if there is none, or the wanted one lacks some."""
+    """The family of an ordinary decoder with these parts. Raises `ModelError` if there is none, or `model.family` lacks some."""
     model = description.model
     if model.family == "auto":
         candidates: tuple[Family, ...] = VANILLA_FAMILIES

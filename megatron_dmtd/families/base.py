@@ -1,8 +1,8 @@
-"""What a family of decoders is: a name of Hugging Face's, and how its settings and ours say the same.
+"""What a family of decoders is: a `model_type` of Hugging Face, and the mapping between its settings and ours.
 
 Most families are Llama with something added, so a family states its defaults and the parts that it adds; what all share is read
-and written here. A new family is one file that is entered in `families.FAMILIES`; a new part is new in `architecture` and where
-it is computed, too.
+and written here. A new family is one file, entered in `families.FAMILIES`. A new part also needs a place in `architecture` and
+wherever it is computed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_dmtd.families.fields import Fields
 from megatron_dmtd.families.rope import read_rope, write_rope
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-#: Settings that a decoder here has at one value only, and the values that say so.
+#: Settings that are supported at one value only, and the spellings of that value.
 _ONLY = {
     "mlp_bias": (False, None),
     "attention_dropout": (0, 0.0, None),
@@ -53,7 +53,7 @@ class ModelDescription:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Defaults:
-    """What transformers assumes where a `config.json` is silent."""
+    """What transformers assumes for fields that a `config.json` omits."""
 
     max_position_embeddings: int
     num_key_value_heads: int | None = None
@@ -65,7 +65,7 @@ class Defaults:
 
 
 class Family:
-    """One `model_type`. Subclasses say what it adds to Llama's decoder."""
+    """One `model_type`. Subclasses define what it adds to Llama's decoder."""
 
     model_type: str
     architecture: str
@@ -87,7 +87,7 @@ class Family:
         raise NotImplementedError
 
     def lacks(self, model: ModelConfig) -> list[str]:
-        """Settings of `model` that this family has no words for; empty if it can hold the decoder."""
+        """Settings of `model` that this family cannot express; empty if it can express the decoder."""
         raise NotImplementedError
 
     # What all share.
@@ -106,7 +106,7 @@ class Family:
             fields.faults.append("quantization_config")
         model = ModelConfig(**sizes | self.read_parts(fields, sizes))
         cycle = self.read_cycle(fields, model)
-        fields.finish(required=f"a decoder of the family {self.model_type} whose every setting is known here")
+        fields.finish(required=f"a decoder of the family {self.model_type} all of whose settings are known here")
         return ModelDescription(model=model, cycle=cycle)
 
     def write(self, description: ModelDescription) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class Family:
 
 
 def lacking(model: ModelConfig, **found: bool) -> list[str]:
-    """The settings, among those named, that are true of `model` and that a family has no words for, in words."""
+    """Descriptions of those named settings that are true of `model`: what a family cannot express."""
     words = {
         "qk_norm": "qk_norm true",
         "no_qk_norm": "qk_norm false",

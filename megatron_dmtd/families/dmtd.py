@@ -1,6 +1,6 @@
-"""Parallel DMTD: a decoder of any family here with cycles, as the published checkpoints of the family spell it.
+"""Parallel DMTD: a decoder with the parts of any family here, and cycles, in the spelling of the published checkpoints.
 
-`hf/` holds the model code that exports of this `model_type` carry.
+`hf/` holds the model code that travels with exports of this `model_type`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from megatron_dmtd.families.fields import Fields
 from megatron_dmtd.families.windows import read_windows, write_windows
 
 _CYCLE_FIELDS = ("mtp_horizon", "num_parallel_layers", "num_sequential_layers", "mask_token_id")
-#: the variant of a config.json that names none: checkpoints older than the two fields are of it
+#: the variant of a config.json that names none, as in checkpoints older than these two fields
 _CYCLE_MODES = {"dmtd_history_mode": "shadow", "dmtd_block_attention": "causal"}
-#: groups of layers of older methods, which have no look-ahead blocks
+#: fields of older methods without look-ahead blocks
 _OTHER_METHODS = ("num_encoding_layers", "num_thinking_layers", "num_decoding_layers")
 
 
@@ -26,7 +26,7 @@ class DMTD(Family):
 
     model_type = "dmtdqwen3"
     architecture = "DMTDQwen3ForCausalLM"
-    # what the runtimes of this family assume, which is not what Qwen3 does
+    # what the runtimes of this family assume; it differs from Qwen3
     defaults = Defaults(
         num_key_value_heads=8,
         head_dim=128,
@@ -36,7 +36,7 @@ class DMTD(Family):
     )
 
     def read(self, fields: Fields) -> ModelDescription:
-        """See `Family`. The vanilla twin of such a model is exported as whatever family has its parts."""
+        """See `Family`. A vanilla export of such a model belongs to whichever family has its parts."""
         named = [name for name in _OTHER_METHODS if fields.take(name)]
         if named:
             fields.faults.append(f"{', '.join(named)}, of DMTD without look-ahead blocks")
@@ -87,10 +87,10 @@ class DMTD(Family):
         }
 
     def write_parts(self, model: ModelConfig) -> dict[str, Any]:
-        """See `Family`. The output bias is named only where it is not as the others, which Qwen3 has no word for."""
+        """See `Family`. The output bias is written only if it differs from the others, for which Qwen3 has no field."""
         uneven = {"attention_output_bias": model.output_bias} if model.output_bias != model.qkv_bias else {}
         return {"attention_bias": model.qkv_bias, **uneven, **write_windows(model)}
 
     def lacks(self, model: ModelConfig) -> list[str]:
-        """See `Family`: it has words for everything."""
+        """See `Family`. This one can express everything."""
         return []

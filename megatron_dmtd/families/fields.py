@@ -1,7 +1,7 @@
-"""The fields of a `config.json`, each of which is accounted for: read, known to change no number, or refused by its name.
+"""The fields of a `config.json`. Each is accounted for: read, known to change no number, or refused by name.
 
-A reader takes what it knows; `finish` then names everything that is left and says something. So a setting that a newer writer
-has added, and that changes what the model computes, cannot be passed over.
+A reader takes the fields that it knows; `finish` then names every remaining one that asks for something. So a setting that a
+newer writer has added, and that changes what the model computes, cannot be overlooked.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_dmtd.errors import ModelError
 
-#: Fields that change no number: names, types and tokens of the file, options of training and of transformers itself.
+#: Fields that change no number: names, types, special tokens, options of training and of transformers itself.
 #: `pretraining_tp` only cuts the same products into slices.
 WITHOUT_EFFECT = frozenset({
     "architectures", "auto_map", "model_type", "torch_dtype", "dtype", "transformers_version", "name_or_path", "use_cache",
@@ -46,11 +46,11 @@ class Fields:
     """A reader of one object of settings."""
 
     def __init__(self, fields: Mapping[str, Any], *, name: str = "") -> None:
-        """`name`: of the object inside its file, such as `rope_parameters`; empty for the file itself."""
+        """`name`: that of the object inside its file, such as `rope_parameters`; empty for the file itself."""
         self._fields, self._name = dict(fields), name
         self._taken: set[str] = set()
         self.faults: list[str] = []
-        """All that has been found wrong so far; `finish` raises them together."""
+        """Everything found wrong so far; `finish` raises it in one error."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._fields
@@ -60,12 +60,12 @@ class Fields:
         return f"{self._name}.{name}" if self._name else name
 
     def take(self, name: str, default: Any = None) -> Any:
-        """The value as it stands; `default` if it is absent. Null is a value."""
+        """The value, unchanged; `default` if it is absent. Null is a value."""
         self._taken.add(name)
         return self._fields.get(name, default)
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """An integer; a fault if it is none, or absent without a default."""
+        """An integer. Anything else is a fault, as is absence without a default."""
         value = self.take(name, default)
         if isinstance(value, int) and not isinstance(value, bool):
             return value
@@ -77,7 +77,7 @@ class Fields:
         return None if self.take(name, default) is None else self.integer(name, default)
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A number; a fault if it is none, or absent without a default."""
+        """A number. Anything else is a fault, as is absence without a default."""
         value = self.take(name, default)
         if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
@@ -89,7 +89,7 @@ class Fields:
         return None if self.take(name) is None else self.number(name)
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false; null is the default."""
+        """True or false; null means the default."""
         value = self.take(name, default)
         if isinstance(value, bool):
             return value
@@ -125,7 +125,7 @@ class Fields:
         return found
 
     def leftovers(self, without_effect: frozenset[str] = frozenset()) -> list[str]:
-        """A fault for each field that nobody has taken and that says something."""
+        """A fault for each field that has not been taken and asks for something."""
         return [
             f"{self.shown(name)} {self._said(name)}"
             for name, value in self._fields.items()
@@ -133,7 +133,7 @@ class Fields:
         ]
 
     def finish(self, *, required: str) -> None:
-        """Raise `ModelError` for all faults, those of fields that nobody has taken included."""
+        """Raise `ModelError` for all faults, including fields that have not been taken."""
         refuse(self.faults + self.leftovers(WITHOUT_EFFECT), required=required)
 
     def _said(self, name: str) -> str:

@@ -11,7 +11,7 @@ from megatron_dmtd.families.windows import SLIDING, read_layer_types, window_set
 
 
 class Mistral(Family):
-    """A file that is silent about its window has one of 4,096; later models say null."""
+    """A file without the field has a window of 4,096; later models say null, for none."""
 
     model_type = "mistral"
     architecture = "MistralForCausalLM"
@@ -22,7 +22,7 @@ class Mistral(Family):
         width, num_layers = fields.optional_integer("sliding_window", 4096), sizes["num_layers"]
         kinds = read_layer_types(fields, num_layers=num_layers)
         if kinds is not None and set(kinds) != {SLIDING if width is not None else "full_attention"}:
-            fields.faults.append("layer_types that differ from layer to layer, which transformers' Mistral does not heed")
+            fields.faults.append("layer_types that differ from layer to layer, which transformers' Mistral ignores")
         windows = window_settings(width, tuple(range(num_layers)), num_layers=num_layers)
         return {"qk_norm": False, "qkv_bias": False, "output_bias": False, **windows}
 

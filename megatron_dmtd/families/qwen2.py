@@ -11,7 +11,7 @@ from megatron_dmtd.families.windows import read_windows, write_windows
 
 
 class Qwen2(Family):
-    """The biases are always there. Optionally with sliding windows."""
+    """Always with the biases, optionally with sliding windows."""
 
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"

@@ -8,7 +8,7 @@ from megatron_dmtd.architecture import RopeScaling
 from megatron_dmtd.families.fields import Fields
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-#: What each kind reads besides `rope_type` and `rope_theta`, by our own names, which are Hugging Face's.
+#: What each type reads in addition to `rope_type` and `rope_theta`; our names are Hugging Face's.
 _NUMBERS = {
     "default": (),
     "linear": ("factor",),
@@ -22,8 +22,8 @@ _WITH_ORIGINAL = ("llama3", "yarn")
 def read_rope(fields: Fields, *, default_theta: float, max_position_embeddings: int) -> tuple[float, RopeScaling]:
     """Base and scaling of the frequencies. Faults go to `fields`.
 
-    As transformers reads them: `rope_scaling` has precedence over `rope_parameters`, and the base inside one of them over
-    `rope_theta` beside it.
+    As in transformers, `rope_scaling` has precedence over `rope_parameters`, and a base inside either of them over the file's own
+    `rope_theta`.
     """
     outer_theta = fields.number("rope_theta", default_theta) if fields.take("rope_theta") is not None else default_theta
     newer, older = fields.table("rope_parameters"), fields.table("rope_scaling")
@@ -47,7 +47,7 @@ def read_rope(fields: Fields, *, default_theta: float, max_position_embeddings: 
 
 
 def _meaning(table: dict[str, Any], outer_theta: float) -> dict[str, Any]:
-    """What a table says, whatever its spelling."""
+    """The content of a table, independent of its spelling."""
     said = {name: value for name, value in table.items() if value is not None}
     said["rope_type"] = said.pop("rope_type", said.get("type", "default"))
     said.pop("type", None)

@@ -8,7 +8,7 @@ from megatron_dmtd.config import ModelConfig
 from megatron_dmtd.families.fields import Fields
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-#: what transformers assumes where a file is silent
+#: what transformers assumes if a file does not say
 _DEFAULT_WINDOW, _DEFAULT_FIRST = 4096, 28
 
 

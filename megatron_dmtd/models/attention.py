@@ -1,4 +1,4 @@
-"""The attention part of a layer: Megatron's self-attention, around the core that tells the streams apart.
+"""The attention part of a layer: Megatron's self-attention around the core that handles the streams separately.
 
 Hidden states are Megatron's [s, b, h]: see `streams`.
 """
@@ -21,7 +21,7 @@ from megatron_dmtd.models.parts import Part
 
 
 class StreamAttention(SelfAttention):
-    """Self-attention to which some rows may bring keys and values only: those of streams that end at this visit."""
+    """Self-attention to which some rows may contribute keys and values only: those of streams that end at this visit."""
 
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, key_value_states: torch.Tensor | None = None, *args: Any, **kwargs: Any

@@ -29,7 +29,7 @@ def _from_backend(x_BHND: torch.Tensor) -> torch.Tensor:
 
 
 class StreamAttentionCore(MegatronModule):
-    """Stands where Megatron's DotProductAttention stands: rotates queries and keys, then each stream attends."""
+    """Replaces Megatron's DotProductAttention: rotates queries and keys, then each stream attends."""
 
     def __init__(self, config: Any, *, attention: AttentionSpec, pg_collection: Any, **_: Any) -> None:
         super().__init__(config=config)
@@ -56,7 +56,7 @@ class StreamAttentionCore(MegatronModule):
         queries = dict(zip(visit.outputs, q_BHND.chunk(len(visit.outputs)), strict=True))
         streams = len(visit.streams)
         keys = dict(zip(visit.streams, zip(k_BGND.chunk(streams), v_BGND.chunk(streams), strict=True), strict=True))
-        # Joined in Megatron's form, which is how FlexAttention's output lies in memory: one copy, and not two.
+        # Concatenated in Megatron's layout, which is that of FlexAttention's output in memory: one copy instead of two.
         found = [_from_backend(self._attend(visit, stream, queries[stream], keys)) for stream in visit.outputs]
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 

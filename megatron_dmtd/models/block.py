@@ -23,7 +23,7 @@ from megatron_dmtd.parallel.placement import Stage
 
 
 class CycleBlock(TransformerBlock):
-    """Megatron's TransformerBlock, which visits its layers as a schedule says."""
+    """Megatron's TransformerBlock, visiting its layers in the order of a schedule."""
 
     def __init__(self, config: Any, *, schedule: Schedule, stage: Stage, pg_collection: Any) -> None:
         self.stage = stage
@@ -52,14 +52,14 @@ class CycleBlock(TransformerBlock):
     ) -> torch.Tensor:
         """Run this stage.
 
-        `hidden_sbh`: the streams that enter the first visit, on the first stage; later stages take what the schedule handed to
-        `set_input_tensor`. `token_embedding_sbh`: `Embed(x)`, on the stage of the split.
+        `hidden_sbh`: the streams that enter the first visit, on the first stage; later stages take what the pipeline schedule
+        passed to `set_input_tensor`. `token_embedding_sbh`: `Embed(x)`, on the stage of the split.
         """
         hidden = hidden_sbh if self.pre_process else self.input_tensor
         assert hidden is not None, "no input reached this stage"
         hidden = make_viewless_tensor(inp=hidden, requires_grad=True, keep_graph=True)
         if torch.is_grad_enabled() and not hidden.requires_grad:
-            # Frozen embeddings: Megatron's recompute gives no gradients to layers whose input asks for none.
+            # Frozen embeddings: Megatron's recompute gives no gradients to layers whose input does not require one.
             hidden = hidden.detach().requires_grad_()
         with tensor_parallel.get_cuda_rng_tracker().fork() if self.config.sequence_parallel else contextlib.nullcontext():
             for index, visit in enumerate(self.stage.visits, self.stage.first_visit):

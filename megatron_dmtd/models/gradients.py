@@ -1,7 +1,7 @@
 """The end of a step's backward pass: Megatron's reductions, then one sum over all copies of the embedding table.
 
-Megatron itself sums the copies on the first and the last pipeline stage. Here `Embed(x)` is also read where the sequential layers
-begin, so a copy may lie on any stage, and two of them on one rank with virtual stages.
+Megatron itself sums the copies on the first and the last pipeline stage. Here `Embed(x)` is also needed where the sequential
+layers begin, so a copy may be on any stage, and with virtual stages two may be on one rank.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def sum_table_gradients(models: Sequence[CycleModel]) -> None:
 def finalize_gradients(chunks: Sequence[torch.nn.Module], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
     """What the pipeline schedules call after the last backward pass of a step.
 
-    The sum over copies is linear, so that it may follow the reduction over data-parallel ranks and the division by the number of
-    targets. Each copy has a bucket of its own, so optimizer shards of the copies cover the same rows.
+    The sum over copies is linear, so it may follow the reduction over data-parallel ranks and the division by the number of
+    targets. Each copy has its own bucket, so the optimizer shards of all copies cover the same rows.
     """
     finalize_model_grads(list(chunks), num_tokens, **kwargs)
     sum_table_gradients([_unwrapped(chunk) for chunk in chunks])

@@ -1,4 +1,4 @@
-"""Initial weights that are a function of the seed and the parameter's name alone.
+"""Initial weights that depend only on the seed and the parameter's name.
 
 Every layout of tensor, pipeline and data parallelism starts from the same model, bit for bit: each parameter's full matrix is
 drawn from a generator seeded by (seed, global name), and each rank keeps its part.
@@ -44,7 +44,7 @@ def _full_matrix(name: str, shape: tuple[int, ...], *, seed: int, model: ModelCo
 
 
 def _part(matrix: torch.Tensor, name: str, *, dim: int, rank: int, size: int) -> torch.Tensor:
-    """A rank's part. The gate and up halves of the gated layer are split each by itself."""
+    """A rank's part. The gate and up halves of the gated layer are split separately."""
     if name.endswith("linear_fc1.weight"):
         return torch.cat([half.chunk(size, dim=dim)[rank] for half in matrix.chunk(2)])
     return matrix.chunk(size, dim=dim)[rank]

@@ -1,4 +1,4 @@
-"""A layer from its LayerSpec: Megatron's TransformerLayer around the parts that the builders give.
+"""Builds a layer from its LayerSpec: Megatron's TransformerLayer around the parts that the builders make.
 
 Hidden states are Megatron's [s, b, h]: see `streams`.
 """
@@ -21,13 +21,13 @@ from megatron_dmtd.models.streams import VisitStreams, select_rows
 
 
 def layer_settings(layer: LayerSpec) -> dict[str, Any]:
-    """The fields of Megatron's TransformerConfig that say how this layer looks."""
+    """The fields of Megatron's TransformerConfig that describe this layer."""
     parts = attention_part(layer.attention).settings | mlp_part(layer.mlp).settings
     return parts | {"normalization": "RMSNorm", "layernorm_epsilon": layer.norm.eps}
 
 
 def _with_settings(config: Any, settings: dict[str, Any]) -> Any:
-    """A TransformerConfig with these fields; the same object if it has them, so that layers that are alike share one."""
+    """A TransformerConfig with these fields; the same object if it has them, so that equal layers share one."""
     changed = {name: value for name, value in settings.items() if getattr(config, name) != value}
     if not changed:
         return config
@@ -38,7 +38,7 @@ def _with_settings(config: Any, settings: dict[str, Any]) -> Any:
 
 
 class StreamLayer(TransformerLayer):
-    """A layer whose visits may end streams: of those, nothing but their keys and values is computed."""
+    """A layer whose visits may end streams: of those, only keys and values are computed."""
 
     def __init__(self, config: Any, submodules: TransformerLayerSubmodules, *, settings: dict[str, Any], **keywords: Any) -> None:
         super().__init__(_with_settings(config, settings), submodules, **keywords)
@@ -63,7 +63,7 @@ class StreamLayer(TransformerLayer):
 
 
 def layer_spec(layer: LayerSpec) -> ModuleSpec:
-    """The spec from which Megatron's block builds a layer. What a visit brings to it, each call says."""
+    """The spec from which Megatron's block builds a layer. What differs between visits is passed with each call."""
     return ModuleSpec(
         module=StreamLayer,
         params={"settings": layer_settings(layer)},

@@ -1,6 +1,6 @@
-"""The Parallel DMTD decoder, and its vanilla twin, out of Megatron-Core's parts.
+"""The Parallel DMTD decoder, or the same decoder as vanilla, built from Megatron-Core's modules.
 
-Parameters have the names, shapes and count of Megatron's GPTModel: any Qwen3-like decoder is the same weights.
+Parameters have the names, shapes and count of Megatron's GPTModel, so any Qwen3-like decoder has the same weights.
 
 Shape legend: B rows, N slots of a row, V padded vocabulary of this rank. Hidden states are Megatron's [s, b, h]: see `streams`.
 """
@@ -81,9 +81,9 @@ class CycleModel(LanguageModule):
             )
 
     def _mark_partitions(self) -> None:
-        """Say which matrices are split over tensor ranks: Megatron does so while it draws weights, which is not its work here.
+        """Mark the matrices that are split over tensor ranks. Megatron does so when it initialises weights, which we do instead.
 
-        Its gradient norm counts what is not marked once per tensor-parallel group.
+        Its gradient norm counts parameters without the mark once per tensor-parallel group.
         """
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -92,8 +92,8 @@ class CycleModel(LanguageModule):
 
     # --- the embedding table and its copies ---------------------------------------------------------------------------------
 
-    #: Megatron sums the gradients of copies on the first and last stage where this is true. Ours may lie on any stage, and two on
-    #: one rank: `gradients.finalize_gradients` sums them all.
+    #: If true, Megatron sums the gradients of the copies on the first and last stage. Ours may be on any stage, and two on one
+    #: rank: `gradients.finalize_gradients` sums them all.
     share_embeddings_and_output_weights = False
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
@@ -111,7 +111,7 @@ class CycleModel(LanguageModule):
                 weight.requires_grad = False
 
     def _mark_table_copies(self) -> None:
-        """Marks that Megatron's optimizers read: which parameters are one, and which copy counts in the gradient norm."""
+        """Marks for Megatron's optimizers: which parameters are copies of one, and which copy counts in the gradient norm."""
         table = self.shared_embedding_or_output_weight()
         if table is not None:
             table.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
@@ -208,7 +208,7 @@ class CycleModel(LanguageModule):
         return full[..., : self.schedule.decoder.vocab_size].transpose(0, 1).contiguous()
 
     def _hide_padded_rows(self, logits_NBV: torch.Tensor) -> None:
-        """Give the rows that only pad the vocabulary no probability, so that the loss is that of the real vocabulary."""
+        """Give rows that only pad the vocabulary zero probability, so that the loss is that of the real vocabulary."""
         first = self.tp_group.rank() * logits_NBV.shape[-1]
         num_real = max(0, self.schedule.decoder.vocab_size - first)
         if num_real < logits_NBV.shape[-1]:

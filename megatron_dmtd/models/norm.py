@@ -18,11 +18,11 @@ class RMSNorm(torch.nn.RMSNorm):
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float, *, norm: NormSpec | None = None) -> None:
-        """`norm` is what the decoder says; without it `eps`, Megatron's one value for the whole model, counts."""
+        """`norm` is the decoder's own; without it, `eps`, Megatron's single value for the whole model, is used."""
         super().__init__(hidden_size, eps=eps if norm is None else norm.eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 def norm_spec(norm: NormSpec | None) -> ModuleSpec | type:
-    """The norm, or what stands where there is none."""
+    """The norm, or an identity if there is none."""
     return IdentityOp if norm is None else ModuleSpec(module=RMSNorm, params={"norm": norm})

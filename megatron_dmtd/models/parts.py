@@ -1,7 +1,7 @@
-"""What a builder of a part gives: Megatron's module, and the settings of Megatron's configuration that this module reads.
+"""The result of a part's builder: Megatron's module, and the settings of Megatron's configuration that this module reads.
 
-Each kind of part has one builder, in the file of its name (`attention`, `mlp`, `norm`, `residual`); `layers` joins them. A new
-kind of part is one more builder there.
+Each kind of part has one builder, in the file of its name (`attention`, `mlp`, `norm`, `residual`); `layers` combines them. A new
+kind of part is one more builder.
 """
 
 from __future__ import annotations
@@ -18,4 +18,4 @@ class Part:
 
     spec: ModuleSpec
     settings: dict[str, Any]
-    """Fields of TransformerConfig, which differ from layer to layer where the decoder's layers do."""
+    """Fields of TransformerConfig. They differ between layers if the decoder's layers do."""

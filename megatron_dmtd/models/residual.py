@@ -1,4 +1,4 @@
-"""What joins the residual stream: the outputs of attention and MLP, and `Embed(x)` where the sequential pass begins.
+"""What is added to the residual stream: the outputs of attention and MLP, and `Embed(x)` where the sequential pass begins.
 
 Hidden states are Megatron's [s, b, h]: see `streams`.
 """
@@ -18,5 +18,5 @@ def residual_add() -> Callable[..., Any]:
 
 
 def inject(hidden_sbh: torch.Tensor, token_embedding_sbh: torch.Tensor) -> torch.Tensor:
-    """What the sequential pass begins with (docs/method.md, section 1.2)."""
+    """The input of the sequential pass (docs/method.md, section 1.2)."""
     return hidden_sbh + token_embedding_sbh

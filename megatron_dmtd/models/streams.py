@@ -1,9 +1,9 @@
 """The streams of one microbatch, as they pass through Megatron's layers.
 
 Megatron's hidden states are [s, b, h]: s slots (N, or this rank's share of them under sequence parallelism), b rows, h the hidden
-size X. The streams of a visit lie side by side along b: with real and shadow, rows 0 to B-1 are real and rows B to 2B-1 are
+size X. The streams of a visit are concatenated along b: with real and shadow, rows 0 to B-1 are real and rows B to 2B-1 are
 shadow. So each weight is read once for both, every token-wise module and every kind of sequence splitting works unchanged, and s
-does not depend on the visit; only attention tells the streams apart.
+does not depend on the visit; only attention distinguishes the streams.
 
 Shape legend: B rows, N slots of a row, D head width.
 """
@@ -32,10 +32,10 @@ def select_rows(x_sb: torch.Tensor, held: tuple[Stream, ...], wanted: tuple[Stre
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisitStreams:
-    """What a layer must know of one microbatch in one visit.
+    """What a layer needs to know of one microbatch in one visit.
 
-    It travels in the argument that Megatron calls `packed_seq_params`: the only one that reaches the attention core untouched
-    through every kind of recompute.
+    It is passed in the argument that Megatron calls `packed_seq_params`: the only one that reaches the attention core unchanged
+    under every kind of recompute.
     """
 
     backend: AttentionBackend
@@ -52,7 +52,7 @@ class VisitStreams:
 
     @property
     def ending(self) -> tuple[Stream, ...]:
-        """Streams that enter and do not leave: nothing reads more of them than this visit's keys and values."""
+        """Streams that enter and do not leave: only this visit's keys and values of them are read."""
         return tuple(stream for stream in self.streams if stream not in self.outputs)
 
     def rotary_angles(self, attention: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,7 +68,7 @@ def _repeated(angles_NB1D: torch.Tensor, times: int) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicrobatchStreams:
-    """What attention must know of one microbatch.
+    """What attention needs to know of one microbatch.
 
     Made for each forward pass and never kept on a module: pipeline schedules and recompute hold several microbatches at once.
     """
