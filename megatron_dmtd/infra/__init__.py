@@ -1,5 +1,5 @@
-"""What every room needs of the operating system, written once: atomic writes, locks, digests, JSON files, refusing disks.
+"""What all rooms need from the operating system, written once: atomic writes, locks, digests, JSON files, disk errors.
 
-It knows nothing of models, corpora or runs. Where something is the user's to mend, the caller passes the words
+It knows nothing about models, corpora or runs. For problems that the user has to fix, the caller passes the message
 (`errors.Refusal`).
 """

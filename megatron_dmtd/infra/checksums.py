@@ -36,7 +36,7 @@ def has_checksums(directory: Path) -> bool:
 
 
 def read_checksums(directory: Path, refusal: Refusal) -> dict[str, str]:
-    """Digest of each file, by name. Raises `refusal` if the record is absent or no such record."""
+    """Digest of each file, by name. Raises `refusal` if the record is absent or malformed."""
     path = directory / CHECKSUMS_FILE
     if not path.is_file():
         raise refusal(f"{directory}: no {CHECKSUMS_FILE}")
@@ -70,7 +70,7 @@ def faults_of(
     num_threads: int = 1,
     on_bytes: Callable[[int], None] = no_report,
 ) -> list[str]:
-    """What is wrong with the files `names`, one line each; nothing where all of them are as they were written."""
+    """What is wrong with the files `names`, one line each; empty if all of them are as they were written."""
 
     def fault(name: str) -> str:
         return _fault_of(directory / name, name, digests[name], on_bytes)
@@ -97,10 +97,10 @@ def verify(
     select: Callable[[str], bool] = _every_file,
     on_bytes: Callable[[int], None] = no_report,
 ) -> None:
-    """Read a whole directory, or the files that `select` wants by their names, in this process, with a few threads.
+    """Verify a whole directory, or the files whose names `select` accepts, in this process, with a few threads.
 
     The threads call `on_bytes` with the size of each block that they have read. An error that it raises ends the reading, unless
-    it is an `OSError`, which is taken for one of the file.
+    it is an `OSError`, which is treated as an error of the file.
 
     Raises `refusal` naming each file that is missing or damaged.
     """

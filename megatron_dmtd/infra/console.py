@@ -1,4 +1,4 @@
-"""Standard output whose reader has gone or whose disk is full."""
+"""Standard output whose reader is gone or whose disk is full."""
 
 from __future__ import annotations
 

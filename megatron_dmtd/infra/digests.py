@@ -10,11 +10,11 @@ _BLOCK_BYTES = 2**20
 
 
 def no_report(num_bytes: int) -> None:
-    """Nobody wants to know how far the reading has come."""
+    """The default: progress is not reported."""
 
 
 def sha256_of_file(path: Path, on_bytes: Callable[[int], None] = no_report) -> str:
-    """Digest of a file's bytes, in hexadecimal. `on_bytes` is told how many were read, block by block. Raises `OSError`."""
+    """Digest of a file's bytes, in hexadecimal. `on_bytes` is called with the size of each block read. Raises `OSError`."""
     digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK_BYTES))
     with open(path, "rb", buffering=0) as file:
         while size := file.readinto(block):

@@ -1,4 +1,4 @@
-"""Directories that appear under their names complete or not at all, and disappear at once."""
+"""Directories that are complete as soon as they have their names, and disappear atomically."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megatron_dmtd.infra.disk import free_bytes, full_disk_behind
 
 #: names of directories that are being removed
 REMOVED_NAME = re.compile(r"\.removed-.*")
-#: what a directory may hold in addition to the bytes that were announced (configurations, code, a tokenizer): generous
+#: generous allowance for what a directory holds besides the announced bytes (configurations, code, a tokenizer)
 SMALL_FILES_BYTES = 64 * 2**20
 
 
 @contextlib.contextmanager
 def built_aside(directory: Path) -> Iterator[Path]:
-    """A new hidden directory next to `directory`, which gets its name when the block ends well and is removed when it does not.
+    """A new hidden directory next to `directory`, which takes that name if the block succeeds and is removed if it fails.
 
-    Raises `OSError`, also if `directory` is by then anything but absent or an empty directory.
+    Raises `OSError`, also if by then there is anything but an empty directory at `directory`.
     """
     aside = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.partial")
     aside.mkdir(parents=True)
@@ -35,14 +35,14 @@ def built_aside(directory: Path) -> Iterator[Path]:
 
 
 def hide(directory: Path) -> Path:
-    """Rename a directory so that nobody takes it for complete while its files go. Its hidden name. Raises `OSError`."""
+    """Hide a directory, so that it does not look complete while its files are removed. Its hidden name. Raises `OSError`."""
     hidden = directory.with_name(f".removed-{directory.name}-{uuid.uuid4().hex[:8]}")
     os.rename(directory, hidden)
     return hidden
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory: a kill in between leaves no half of it under its name. Raises `OSError`."""
+    """Remove a directory. If the process is killed meanwhile, no part of it is left under its name. Raises `OSError`."""
     shutil.rmtree(hide(directory))
 
 
@@ -69,13 +69,13 @@ def require_room(directory: Path, num_bytes: int, *, error: type[DMTDError]) -> 
 
 @contextlib.contextmanager
 def new_directory(directory: Path, *, error: type[DMTDError], num_bytes: int = 0) -> Iterator[Path]:
-    """`built_aside` for the output of a command: what is the user's to mend is refused.
+    """`built_aside` for the output of a command, with refusals of what the user has to fix.
 
-    Raises `error` if `directory` exists and is not empty, cannot be made, or if the disk has no room for `num_bytes`, before or
-    while the block runs.
+    Raises `error` if `directory` exists and is not empty, cannot be created, or if the disk has no room for `num_bytes`, before
+    or while the block runs.
     """
     refuse_used(directory, error=error)
-    directory = directory.resolve()  # a symbolic link stays, and what it names takes the place
+    directory = directory.resolve()  # a symbolic link is kept; the directory that it points to is replaced
     require_room(directory, num_bytes, error=error)
     with contextlib.ExitStack() as held:
         try:
@@ -94,6 +94,6 @@ def new_directory(directory: Path, *, error: type[DMTDError], num_bytes: int = 0
                 raise
             raise error(
                 found=f"{full.strerror} while writing {directory}",
-                required="room for the whole directory; nothing of it was kept",
+                required="room for the whole directory; what was written has been removed",
                 remedy="free some, or write to another disk",
             ) from failure

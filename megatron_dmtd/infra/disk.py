@@ -1,4 +1,4 @@
-"""Disks that refuse: full ones, and places that cannot be written."""
+"""Errors of disks: full ones, and places that cannot be written."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 from megatron_dmtd.errors import Refusal
 
-#: errors of a disk, a quota or a file size limit that is used up
+#: errors of an exhausted disk, quota or file size limit
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-#: these, and errors of a place where the user may not write
+#: these, and errors of places where the user may not write
 UNWRITABLE = FULL | {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
 
 
 def full_disk_behind(error: BaseException | None) -> OSError | None:
-    """The full disk that caused `error`: libraries that write through a stream raise errors of their own on top of it."""
+    """The full disk that caused `error`, if any: libraries that write through a stream raise their own errors on top of it."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in FULL:
             return error
@@ -27,9 +27,9 @@ def full_disk_behind(error: BaseException | None) -> OSError | None:
 
 @contextlib.contextmanager
 def disk_errors(refusal: Refusal, *, found: str, only: Container[int] | None = None) -> Iterator[None]:
-    """Raise `refusal` in place of an `OSError` of the block, with `found` before the system's words.
+    """Raise `refusal` in place of an `OSError` of the block, with `found` before the system's message.
 
-    `only`: the error numbers that are the user's to mend, such as `FULL`; others pass as they are. None: all are.
+    `only`: the error numbers that the user can fix, such as `FULL`; others pass unchanged. None: all of them.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Files that are either the old one or the new one, and on the disk when they are said to be. Everything raises `OSError`."""
+"""Files that are replaced atomically, and on the disk when a call returns. Everything raises `OSError`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-#: names of the temporary files below, for whoever removes what a killed process left
+#: names of the temporary files below, for removing what a killed process left
 TEMPORARY_NAME = re.compile(r"\..*\.tmp")
 
 
@@ -31,7 +31,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path in the same folder; the file that the block writes there replaces `path`, unless the block fails."""
+    """A temporary path in the same folder. The file that the block writes there replaces `path`, unless the block fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
@@ -43,6 +43,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a small file that is either the old one or the new one, whatever happens."""
+    """Replace a small file atomically: whatever happens, it is either the old one or the new one."""
     with replacing(path) as temporary:
         temporary.write_bytes(text.encode())

@@ -10,7 +10,7 @@ from megatron_dmtd.errors import Refusal
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """The object that a text is. Raises `ValueError`, also for other JSON values and for nesting without end."""
+    """The object in a JSON text. Raises `ValueError`, also for other JSON values and excessive nesting."""
     try:
         value = json.loads(text)
     except RecursionError as error:
@@ -21,7 +21,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 
 def read_object(path: Path, refusal: Refusal) -> dict[str, Any]:
-    """The object that a file holds. Raises `refusal` if the file cannot be read or holds anything else."""
+    """The object in a file. Raises `refusal` if the file cannot be read or holds anything else."""
     try:
         return parse_object(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Files of JSON objects, one a line, that grow at their end. A writer may be killed in the middle of a line."""
+"""Files of JSON objects, one per line, that are appended to. A writer may be killed in the middle of a line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def to_line(record: Mapping[str, Any]) -> str:
 
 
 def append(file: BinaryIO, line: str) -> None:
-    """Write a line to the end of an unbuffered file, or nothing of it. Raises `OSError`."""
+    """Append a line to an unbuffered file, all of it or nothing. Raises `OSError`."""
     data, end = line.encode(), file.seek(0, os.SEEK_END)
     try:
         if file.write(data) != len(data):
@@ -36,12 +36,12 @@ def append(file: BinaryIO, line: str) -> None:
 
 
 def ends_torn(path: Path) -> bool:
-    """Whether the last line of a file has no end: its writer was killed."""
+    """Whether the last line of a file is incomplete: its writer was killed."""
     return not path.read_bytes().endswith(b"\n")
 
 
 def read_lines(path: Path, parse: Callable[[dict[str, Any]], Record], refusal: Refusal) -> list[Record]:
-    """What `parse` makes of each line's object, without a torn last line.
+    """The result of `parse` for each line's object, without an incomplete last line.
 
     Raises `refusal` at a line that is no object, or on which `parse` raises a `ValueError`, `TypeError` or `KeyError`.
     """

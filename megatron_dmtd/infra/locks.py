@@ -1,6 +1,6 @@
 """A lock between processes, on a file.
 
-The lock is the kernel's (`flock`), so nothing stale can stand in the way: whoever is killed, or whose node dies, loses it.
+The lock is the kernel's (`flock`), so there are no stale locks: a process that is killed, or whose node dies, loses it.
 Processes forked by the owner hold it too, until they end. On NFS it works between nodes since Linux 2.6.12; Lustre needs the
 mount option `flock`. A file system without locks is used unlocked, with a warning; one that keeps locks to the node (Lustre's
 `localflock`) protects only from processes on the same node.
@@ -20,7 +20,7 @@ _NOTE_BYTES = 4096
 
 
 class FileLock:
-    """One file to lock, made if it is not there. Leaving the block, or `close`, gives the lock up."""
+    """A file to lock, created if necessary. Leaving the block, or `close`, releases the lock."""
 
     def __init__(self, path: Path) -> None:
         """Raises `OSError` if the file cannot be opened."""
@@ -28,7 +28,7 @@ class FileLock:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def try_acquire(self) -> bool:
-        """Whether the lock is ours now. Where there are no locks it is, with a warning. Raises `OSError` if the disk fails."""
+        """Whether this process now has the lock. Without support for locks: true, with a warning. Raises `OSError` of the disk."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
@@ -41,21 +41,21 @@ class FileLock:
         return True
 
     def acquire(self) -> None:
-        """Wait for the lock. Raises `OSError` where there are no locks."""
+        """Wait for the lock. Raises `OSError` if locks are not supported."""
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
 
     def read_note(self) -> bytes:
-        """What the owner wrote of itself; empty if it has not got that far. It stays when the lock has gone."""
+        """The note that the owner wrote; empty if it has not done so yet. It remains after the lock is released."""
         return os.pread(self._descriptor, _NOTE_BYTES, 0)
 
     def write_note(self, note: bytes) -> None:
-        """Say who has the lock. On a full disk the lock holds, and only the note is missing."""
+        """Write down who has the lock. On a full disk only the note is missing; the lock is held."""
         with contextlib.suppress(OSError):
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, note, 0)
 
     def close(self) -> None:
-        """Give the lock up."""
+        """Release the lock."""
         os.close(self._descriptor)
 
     def __enter__(self) -> FileLock:
