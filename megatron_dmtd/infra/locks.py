@@ -28,7 +28,7 @@ class FileLock:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def try_acquire(self) -> bool:
-        """Whether this process now has the lock. Without support for locks: true, with a warning. Raises `OSError` of the disk."""
+        """Whether this process now has the lock. Without support for locks: true, with a warning. Raises `OSError`."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
