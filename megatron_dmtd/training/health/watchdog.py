@@ -30,6 +30,8 @@ import torch
 from megatron_dmtd.training import exit_codes
 
 _STORE_TIMEOUT_S = 10.0
+#: signs come every 5 s at most; clocks of nodes differ by less than preflight allows
+_SILENT_S = 12.0
 _WAITING_IN = os.sep + os.path.join("torch", "distributed") + os.sep
 
 
@@ -45,8 +47,10 @@ class Sign:
     """Finished steps."""
     beats: int
     """How often it got somewhere. Equal on all ranks that are at the same place."""
-    still_s: float
-    """Seconds since the last beat."""
+    moved_at: float
+    """Time of its last beat, on its own clock, in seconds since 1970."""
+    told_at: float
+    """Time of this sign, likewise: of the last one, for a process that is frozen."""
     line: str
     """Where its main thread is."""
     waits: bool
@@ -99,7 +103,17 @@ class Watchdog:
         self._ends_the_job = threading.Lock()
         host = socket.gethostname()
         self._sign = Sign(
-            rank=rank, host=host, pid=os.getpid(), phase="start", step=0, beats=0, still_s=0.0, line="", waits=False, serial=0
+            rank=rank,
+            host=host,
+            pid=os.getpid(),
+            phase="start",
+            step=0,
+            beats=0,
+            moved_at=time.time(),
+            told_at=time.time(),
+            line="",
+            waits=False,
+            serial=0,
         )
 
     @property
@@ -119,6 +133,7 @@ class Watchdog:
             store = torch.distributed.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             store.set_timeout(datetime.timedelta(seconds=_STORE_TIMEOUT_S))
             self._store = torch.distributed.PrefixStore("watchdog", store)
+            self._tell()  # a rank that freezes before its first period is over is known by name too
 
     def beat(self, phase: str, *, step: int, allowed_s: float = 0.0) -> None:
         """Note that this rank got somewhere. `allowed_s`: a longer limit for what comes now."""
@@ -145,8 +160,9 @@ class Watchdog:
 
     def _tell(self) -> None:
         line, waits = _main_thread_place()
-        still_s = time.monotonic() - self._last_beat
-        self._sign = replace(self._sign, still_s=still_s, line=line, waits=waits, serial=self._sign.serial + 1)
+        now = time.time()
+        moved_at = now - (time.monotonic() - self._last_beat)
+        self._sign = replace(self._sign, moved_at=moved_at, told_at=now, line=line, waits=waits, serial=self._sign.serial + 1)
         if self._store is not None:
             # A store that is gone took its host with it; that rank will be silent in the report.
             with contextlib.suppress(RuntimeError):
@@ -181,10 +197,13 @@ class Watchdog:
         mine = self._sign
         named, reason = suspects(before, after) if self._store is not None else ([mine.rank], "the only one this rank knows of")
         lines = [
-            f"WATCHDOG rank {mine.rank} on {mine.host} (process {mine.pid}): no progress for {mine.still_s:.0f} s "
+            f"WATCHDOG rank {mine.rank} on {mine.host} (process {mine.pid}): no progress {_since(mine.moved_at, time.time())} "
             f"in phase {mine.phase!r} after step {mine.step}",
             f"stalled: {', '.join(f'rank {rank}' for rank in named)} ({reason})",
-            *(_describe(rank, sign, rank in named) for rank, sign in enumerate(after if self._store is not None else [])),
+            *(
+                describe(rank, sign, is_named=rank in named, now=time.time())
+                for rank, sign in enumerate(after if self._store is not None else [])
+            ),
         ]
         return "\n".join(lines) + f"\nstacks of rank {mine.rank}:\n{stacks()}\n"
 
@@ -193,13 +212,20 @@ def _to_json(sign: Sign) -> dict[str, Any]:
     return {name: getattr(sign, name) for name in Sign.__dataclass_fields__}
 
 
-def _describe(rank: int, sign: Sign | None, is_named: bool) -> str:
+def _since(moment: float, now: float) -> str:
+    """`since 2026-12-01 14:03:07 (312 s)`, in local time."""
+    return f"since {time.strftime('%F %T', time.localtime(moment))} ({max(0.0, now - moment):.0f} s)"
+
+
+def describe(rank: int, sign: Sign | None, *, is_named: bool, now: float) -> str:
+    """The line of a report on one rank. A frozen one told its last sign long ago: its times are counted to `now` all the same."""
     mark = "STALLED" if is_named else "       "
     if sign is None:
         return f"{mark} rank {rank}: never heard of"
-    place = f"phase {sign.phase!r} after step {sign.step}, {sign.still_s:.0f} s ago"
+    place = f"no progress {_since(sign.moved_at, now)} in phase {sign.phase!r} after step {sign.step}"
+    silent = f", no sign of life {_since(sign.told_at, now)}" if now - sign.told_at > _SILENT_S else ""
     waits = ", waits for others" if sign.waits else ""
-    return f"{mark} rank {rank} on {sign.host} (process {sign.pid}): {place}{waits}, at {sign.line}"
+    return f"{mark} rank {rank} on {sign.host} (process {sign.pid}): {place}{silent}{waits}, at {sign.line}"
 
 
 def watched(iterator: Iterator[Any], watchdog: Watchdog, *, phase: str, step: Any) -> Iterator[Any]:

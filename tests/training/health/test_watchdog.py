@@ -1,5 +1,6 @@
 """A rank that stalls is named and the job ends. Pure rules first, then real processes."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -12,13 +13,25 @@ import pytest
 
 from megatron_dmtd.config import Config
 from megatron_dmtd.training import exit_codes
-from megatron_dmtd.training.health.watchdog import Sign, Watchdog, suspects, watched
+from megatron_dmtd.training.health.watchdog import Sign, Watchdog, describe, suspects, watched
 from tests.support.checkpoints import Job
 from tests.support.tiny import tiny_config, with_settings
 
 
 def _sign(rank: int, **values: Any) -> Sign:
-    sign = Sign(rank=rank, host="h", pid=1, phase="step", step=3, beats=10, still_s=9.0, line="x.py:1", waits=True, serial=5)
+    sign = Sign(
+        rank=rank,
+        host="h",
+        pid=1,
+        phase="step",
+        step=3,
+        beats=10,
+        moved_at=1e9,
+        told_at=1e9 + 8,
+        line="x.py:1",
+        waits=True,
+        serial=5,
+    )
     return replace(sign, **values)
 
 
@@ -45,6 +58,24 @@ def test_else_those_with_the_fewest_beats() -> None:
     assert suspects(alike, _later(alike)) == ([0, 1], "all at the same place")
 
 
+def test_a_report_says_since_when_a_rank_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen process told its last sign when it had just moved: what it said then is not what is true now."""
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    alive = describe(0, _sign(0, told_at=1e9 + 300), is_named=False, now=1e9 + 305)
+    assert alive == (
+        "        rank 0 on h (process 1): no progress since 2001-09-09 01:46:40 (305 s) in phase 'step' after step 3, "
+        "waits for others, at x.py:1"
+    )
+    frozen = describe(1, _sign(1, waits=False), is_named=True, now=1e9 + 305)
+    assert frozen == (
+        "STALLED rank 1 on h (process 1): no progress since 2001-09-09 01:46:40 (305 s) in phase 'step' after step 3, "
+        "no sign of life since 2001-09-09 01:46:48 (297 s), at x.py:1"
+    )
+    monkeypatch.undo()
+    time.tzset()
+
+
 def test_reading_data_is_a_phase_of_its_own() -> None:
     watchdog = Watchdog(limit_s=0, rank=0, world_size=1)
     watchdog.start()
@@ -64,7 +95,7 @@ def test_a_beat_may_ask_for_more_time_and_a_stopped_watchdog_ends_nothing() -> N
     watchdog.stop()
     watchdog.beat("step", step=0)
     time.sleep(1.5)
-    assert watchdog._sign.still_s > 1
+    assert watchdog._sign.told_at - watchdog._sign.moved_at > 1
 
 
 _FAILS_AFTER_THE_REPORT = """
@@ -112,6 +143,9 @@ def test_a_frozen_rank_is_named_with_its_stack_and_the_job_ends(
     other = job.output(0)
     assert "WATCHDOG rank 0 on " in other and "STALLED rank 1 on " in other
     assert "waits for others" in other
+    for output in (report, other):
+        (still_s,) = re.findall(r"STALLED rank 1 on .*: no progress since [-\d]+ [:\d]+ \((\d+) s\) in phase 'step'", output)
+        assert 8 <= int(still_s) <= 8 + 8 + 4
 
 
 @pytest.mark.multiprocess
@@ -122,3 +156,5 @@ def test_a_rank_that_the_system_has_stopped_is_named_by_the_others(corpus: tuple
         job.send(signal.SIGSTOP, 1)
         assert job.processes[0].wait(timeout=120) == exit_codes.STALLED, job.output(0)
         assert "stalled: rank 1 (no sign of life: frozen, or gone)" in job.output(0)
+        told = re.findall(r"STALLED rank 1 on .*: no progress since \S+ \S+ \((\d+) s\) .*, at ", job.output(0))
+        assert len(told) == 1 and int(told[0]) >= 8, job.output(0)
