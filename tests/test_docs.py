@@ -163,3 +163,36 @@ def test_make_has_the_targets_that_pages_name():
     named = {target for page in PAGES for target in re.findall(r"`?make ([a-z-]+)\b[`\s]", page.read_text())}
     assert {"quickstart", "test"} <= named & targets
     assert {name for name in named if name.startswith(("test", "quick", "check", "format"))} <= targets
+
+
+COMMANDS = [
+    path for folder in ("tools", "tools/bench") for path in (ROOT / folder).glob("*.py") if "__main__" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=name_of)
+def test_a_command_runs_by_its_name(path):
+    assert path.read_text().startswith("#!/usr/bin/env python3\n") and path.stat().st_mode & 0o111 == 0o111
+
+
+def commands_printed(text: str) -> list[str]:
+    """Lines of code that begin with a file of Python or bash."""
+    fenced = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    text += "".join("\n" + re.sub(r"^", "    ", block, flags=re.MULTILINE) for block in fenced)
+    return re.findall(r"^(?: {2,}|#? {3})(?:srun )?((?:[\w.]+/)*\w+\.(?:py|sh) +[^ ].*)$", text, re.MULTILINE)
+
+
+def test_printed_commands_are_recognised():
+    assert commands_printed("    tools/x.py merge A\n#   python tools/x.py a\n    srun x.py -a\n    x/y.py   what it holds") == [
+        "tools/x.py merge A",
+        "x.py -a",
+        "x/y.py   what it holds",
+    ]
+    assert commands_printed("```bash\ntools/x.py -a\n```\n") == ["tools/x.py -a"]
+
+
+@pytest.mark.parametrize("path", [*PAGES, *COMMANDS, *sorted((ROOT / "examples").rglob("*.s*"))], ids=name_of)
+def test_printed_commands_run_as_printed(path):
+    """They name their interpreter, so that the environment which is active counts."""
+    printed = commands_printed(path.read_text())
+    assert not [command for command in printed if re.match(r"\S+ +(-|[a-z]+ -|[A-Z])", command)], printed

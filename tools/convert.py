@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Convert between Hugging Face directories and training checkpoints, without a GPU.
 
     python tools/convert.py import Qwen3-4B-Base start --variant causal-refresh --num-parallel-layers 28 --mask-token-id 151660

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Record what a source tree computes, bit for bit, and compare another tree with it: to show that a rewrite changes no number.
 
     python tools/digests.py record --tree ../before --output before.json

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Evaluate a model: held-out loss by phase of the cycle, agreement with an ordinary decoder, and speed; with plots.
 
     python tools/evaluate.py exported --data data/valid --output report

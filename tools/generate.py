@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Text in, text out.
 
     python tools/generate.py exported "def main():" --max-new-tokens 128

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Print the attention mask of the parallel layers of a variant.
 
 First line: what the last shadow slot of the first document reads, cycle by cycle (1 a real token, 0 MASK). Then the complete mask
@@ -21,10 +22,10 @@ from megatron_dmtd.infra.console import ending_quietly
 from megatron_dmtd.infra.disk import disk_errors
 
 EXAMPLES = """examples:
-  inspect_mask.py --variant causal-norefresh --documents 12
-  inspect_mask.py --variant bidirectional-refresh --documents 8,5 --png mask.png
-  inspect_mask.py --variant causal-refresh --decode-cycle 2
-  inspect_mask.py --variant causal-norefresh --documents 12 --window 6
+  python tools/inspect_mask.py --variant causal-norefresh --documents 12
+  python tools/inspect_mask.py --variant bidirectional-refresh --documents 8,5 --png mask.png
+  python tools/inspect_mask.py --variant causal-refresh --decode-cycle 2
+  python tools/inspect_mask.py --variant causal-norefresh --documents 12 --window 6
 """
 
 

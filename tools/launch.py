@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Submit a job of examples/slurm with a site's settings, or show what would be submitted and what it would cost.
 
     python tools/launch.py examples/slurm/train-qwen3-4b-4-nodes.sbatch --dry-run

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Show what a configuration will cost before anything is started.
 
     python tools/plan.py --config examples/qwen3-4b/bidirectional-refresh.yaml --parallel.pipeline 4 --world-size 32

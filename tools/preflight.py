@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Check every node of a job before its first step, with one process per rank, started as the training will be.
 
     srun python tools/preflight.py --hosts node1,node2 --folder /shared/work --output preflight.json

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Turn documents into the token files that training reads, and inspect such files.
 
     python tools/preprocess.py --input 'corpus/*.jsonl.zst' --tokenizer tokenizer --output data/corpus

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Pretrain a small decoder on real text, continue it as a Parallel DMTD model and as an ordinary one, export, decode, report.
 
 Needs no download.

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Serve a model over HTTP, with OpenAI's API.
 
     python tools/serve.py exported --port 8000

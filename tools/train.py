@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Pretrain a Parallel DMTD model, or continue the training of one.
 
     python tools/train.py --config examples/quickstart/base.yaml --data.train '[data/train]'

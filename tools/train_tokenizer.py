@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Train a byte-level BPE tokenizer with EOS, PAD and MASK, and save it as a Hugging Face folder.
 
     python tools/train_tokenizer.py --input stdlib --vocab-size 8192 --output tokenizer --heldout-fraction 0.02

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Measure checkpoints against the raw speed of the disk: save, blocking and load seconds, and bytes, at two sizes.
 
     python tools/bench/checkpoint.py --dir /scratch/bench --output bench_checkpoint.json

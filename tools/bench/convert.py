@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Speed and memory of conversions at two sizes, against `cp` of the same files in the same run.
 
     python tools/bench/convert.py --scratch /tmp --output convert.json

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Tokens per second of loading, against what a training step consumes.
 
     python tools/bench/data.py --prefix data/python-train --seq-length 4096 --micro-batch-size 1

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Time decoding: one process, one run, one set of random weights, one set of kernels; vanilla against the four variants.
 
     python tools/bench/decode.py --threads 2 --batches 1 2 4 8 --contexts 128 1024

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Run one benchmark of this folder in two source trees, in turns, and compare what they measure: has a rewrite cost speed?
 
     python tools/bench/paired.py --old ../before -- train_step.py --size 5M --seq-lengths 1024 --threads 2

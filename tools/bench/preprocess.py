@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Speed and memory of tools/preprocess.py against the plain Hugging Face loop, on the same file, tokenizer and number of workers.
 
     python tools/bench/preprocess.py --input corpus.jsonl --tokenizer qwen --scratch /tmp/bench --workers 2 --repeats 3

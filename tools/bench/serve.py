@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """What HTTP costs: the same requests through the engine alone and through a server, in one run.
 
     python tools/bench/serve.py exported --clients 1 8 --threads 2

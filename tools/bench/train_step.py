@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Time a training step of the same model in every form, in one process and one run.
 
     python tools/bench/train_step.py --seq-lengths 1024 4096 --threads 2
