@@ -3,8 +3,8 @@
 Made once per step and pass, and used by every visit. Nothing here grows with the length of texts: pages of requests stand in
 tables that are kept between steps.
 
-Shape legend: R rows of a pass, S slots, P pages read, B chunks of equally many rows, Q queries of such a chunk, N its rows, K
-keys, T entries per page.
+Shape legend: R rows of a pass, S slots, P pages, B chunks of equally many rows, N rows of such a chunk, Q queries of it, K keys,
+T entries per page.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class QueryRuns:
 
 #: A batch by its chunks: the queries of each, and all of its rows.
 _Members = list[tuple[list[int], range]]
-#: Columns of `Pass.numbers` and `StaticPass.numbers_CBN`; after them come those of `Reads`, once for each window or group.
+#: Columns of `Pass.numbers` and `StaticPass.numbers_WBN`; after them come those of `Reads`, once for each window or group.
 TOKEN_ID, POSITION, SLOT, PHASE, ENTRY = range(5)
 NUM_COLUMNS = 5
 
@@ -275,13 +275,13 @@ class GroupAddresses:
         return AttentionBatch(query_BQ, local_BN if has_local else None, page_BP, mask_BQK)
 
 
-def pages_from(page_BS: torch.Tensor, first_B: torch.Tensor, num_pages: int, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def pages_from(table_BP: torch.Tensor, first_B: torch.Tensor, num_pages: int, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each table of pages `num_pages` from `first` on, `[B, P]`, and the entries that they hold, `[B, P * T]`.
 
     Beyond the end of a table its last page stands, whose entries count on: no mask shows them.
     """
     number_BP = first_B[:, None] + torch.arange(num_pages, device=first_B.device)
-    page_BP = page_BS.gather(1, number_BP.clamp(max=page_BS.shape[1] - 1))
+    page_BP = table_BP.gather(1, number_BP.clamp(max=table_BP.shape[1] - 1))
     entry_BK = first_B[:, None] * page_size + torch.arange(num_pages * page_size, device=first_B.device)
     return page_BP, entry_BK
 

@@ -4,7 +4,7 @@ Randomness is a function of (seed, sample, number of the token), not a stream: a
 in other company, draws the same numbers. Order of the steps, as in transformers: bias, penalties, temperature, top-k, top-p,
 min-p.
 
-Shape legend: V vocabulary, K rows.
+Shape legend: V vocabulary, R rows.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def choose(
     return described(logits_V[None], [token_id], num_top=params.logprobs)[0]
 
 
-def described(logits_KV: torch.Tensor, token_ids: Sequence[int], *, num_top: int) -> list[Choice]:
+def described(logits_RV: torch.Tensor, token_ids: Sequence[int], *, num_top: int) -> list[Choice]:
     """Tokens, one per row, with their log probabilities and those of the `num_top` likeliest ones."""
-    wide_KV = logits_KV.to(torch.promote_types(logits_KV.dtype, torch.float32))
-    logprob_KV = wide_KV.log_softmax(-1)
-    chosen_K = logprob_KV.gather(1, torch.tensor(token_ids, device=logprob_KV.device)[:, None])[:, 0]
-    best = logprob_KV.topk(num_top)
+    wide_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
+    logprob_RV = wide_RV.log_softmax(-1)
+    chosen_R = logprob_RV.gather(1, torch.tensor(token_ids, device=logprob_RV.device)[:, None])[:, 0]
+    best = logprob_RV.topk(num_top)
     tops = zip(best.indices.tolist(), best.values.tolist())
-    return [Choice(token, logprob, tuple(zip(*top))) for token, logprob, top in zip(token_ids, chosen_K.tolist(), tops)]
+    return [Choice(token, logprob, tuple(zip(*top))) for token, logprob, top in zip(token_ids, chosen_R.tolist(), tops)]
 
 
 def _adjusted(logits_V: torch.Tensor, params: SamplingParams, tokens: Sequence[int], prompt_length: int) -> torch.Tensor:

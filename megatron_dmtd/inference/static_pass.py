@@ -2,11 +2,11 @@
 
 Chunks are padded to a power of two, and so is the number of pages that each reads of a group. Every row stores: those whose K and
 V are not kept on a scratch page of their slot, where the other rows of a shadow block read them during the visit. Rows that fill
-up a shape belong to one more slot, which no request has. All that changes from step to step stands in `numbers_CBN` and in the
+up a shape belong to one more slot, which no request has. All that changes from step to step stands in `numbers_WBN` and in the
 page tables, whose addresses stay; everything else is computed from them on the device. Its columns are those of `passes`, then
 those of `Reads` for each group, in which local rows count from the first of their block.
 
-Shape legend: C columns, B chunks, N rows of a chunk, Q queries of it, R rows of the pass, S slots, P pages read, T entries per
+Shape legend: W columns, B chunks, N rows of a chunk, Q queries of it, R rows of the pass, S slots, P pages read, T entries per
 page, K keys.
 """
 
@@ -84,7 +84,7 @@ class StaticPass:
         # A row of nobody reads one entry, so that it stays finite.
         self._blank = (0, 0, len(page_SP) - 1, 0, -1) + (0, 1, 0, 0) * len(groups)
         size = (len(self._blank), shape.num_chunks, shape.rows_per_chunk)
-        self.numbers_CBN = torch.zeros(size, dtype=torch.int64, device=page_SP.device)
+        self.numbers_WBN = torch.zeros(size, dtype=torch.int64, device=page_SP.device)
         self._addresses = {group.name: StaticAddresses(self, tables[group.name], index) for index, group in enumerate(groups)}
 
     def fill(self, rows: Rows, slots: Sequence[int]) -> None:
@@ -101,7 +101,7 @@ class StaticPass:
             table += [self._blank] * (shape.rows_per_chunk - (stop - start)) + numbers[start:stop]
         table += [self._blank] * (shape.num_chunks * shape.rows_per_chunk - len(table))
         host = torch.tensor(table, dtype=torch.int64).view(shape.num_chunks, shape.rows_per_chunk, -1)
-        self.numbers_CBN.copy_(host.permute(2, 0, 1))
+        self.numbers_WBN.copy_(host.permute(2, 0, 1))
 
     def begin(self) -> None:
         """Forget what was computed from the numbers of an earlier step."""
@@ -116,32 +116,32 @@ class StaticPass:
     @property
     def token_id_R(self) -> torch.Tensor:
         """See `RowsInLayers`."""
-        return self.numbers_CBN[TOKEN_ID].flatten()
+        return self.numbers_WBN[TOKEN_ID].flatten()
 
     @property
     def position_R(self) -> torch.Tensor:
         """See `RowsInLayers`."""
-        return self.numbers_CBN[POSITION].flatten()
+        return self.numbers_WBN[POSITION].flatten()
 
     @property
     def slot_R(self) -> torch.Tensor:
         """See `RowsInLayers`."""
-        return self.numbers_CBN[SLOT].flatten()
+        return self.numbers_WBN[SLOT].flatten()
 
     @property
     def slot_B(self) -> torch.Tensor:
         """Slots of the chunks; rows that fill one up come first."""
-        return self.numbers_CBN[SLOT, :, -1]
+        return self.numbers_WBN[SLOT, :, -1]
 
     @property
     def phase_R(self) -> torch.Tensor:
         """See `RowsInLayers`."""
-        return self.numbers_CBN[PHASE].flatten()
+        return self.numbers_WBN[PHASE].flatten()
 
     @property
     def entry_R(self) -> torch.Tensor:
         """Entries that are stored; -1: on a scratch page."""
-        return self.numbers_CBN[ENTRY].flatten()
+        return self.numbers_WBN[ENTRY].flatten()
 
     @property
     def ends_early(self) -> bool:
@@ -161,7 +161,7 @@ class StaticPass:
     def rows_BN(self) -> torch.Tensor:
         """Rows of the pass, by chunk."""
         shape = self.shape
-        return torch.arange(shape.num_chunks * shape.rows_per_chunk, device=self.numbers_CBN.device).view(shape.num_chunks, -1)
+        return torch.arange(shape.num_chunks * shape.rows_per_chunk, device=self.numbers_WBN.device).view(shape.num_chunks, -1)
 
 
 class StaticAddresses:
@@ -197,7 +197,7 @@ class StaticAddresses:
 
     def _batch(self, num_queries: int) -> AttentionBatch:
         run, columns = self._run, slice(self._first_column, self._first_column + len(Reads._fields))
-        entry_begin, entry_end, local_begin, local_end = run.numbers_CBN[columns, :, -num_queries:, None]
+        entry_begin, entry_end, local_begin, local_end = run.numbers_WBN[columns, :, -num_queries:, None]
         first_B = torch.div(entry_begin.amin(dim=(1, 2)), run.page_size, rounding_mode="floor")
         page_BP, entry_BK = pages_from(self._table.page_SP[run.slot_B], first_B, self._num_pages, run.page_size)
         mask_BQK = (entry_BK[:, None] >= entry_begin) & (entry_BK[:, None] < entry_end)

@@ -2,7 +2,7 @@
 
     scheduler -> planner -> runner -> sampler -> events
 
-Shape legend: F rows whose logits are wanted, K rows of one prompt, V vocabulary.
+Shape legend: F rows whose logits are wanted, R rows of one prompt, V vocabulary.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ def _choices(logits_FV: torch.Tensor, requests: Sequence[Request]) -> list[Choic
     ]
 
 
-def _score(request: Request, start: int, logits_KV: torch.Tensor) -> None:
+def _score(request: Request, start: int, logits_RV: torch.Tensor) -> None:
     """Note how likely the prompt's tokens after `start` are, given the logits of the rows from `start`."""
-    targets = request.sequence.tokens[start + 1 : start + 1 + len(logits_KV)]
+    targets = request.sequence.tokens[start + 1 : start + 1 + len(logits_RV)]
     assert request.params.prompt_logprobs is not None, "rows are scored where that is asked for"
     del request.prompt_logprobs[start:]  # of before a preemption
-    request.prompt_logprobs += described(logits_KV, targets, num_top=request.params.prompt_logprobs)
+    request.prompt_logprobs += described(logits_RV, targets, num_top=request.params.prompt_logprobs)
