@@ -275,7 +275,9 @@ class GroupAddresses:
         return AttentionBatch(query_BQ, local_BN if has_local else None, page_BP, mask_BQK)
 
 
-def pages_from(table_BP: torch.Tensor, first_B: torch.Tensor, num_pages: int, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def pages_from(
+    table_BP: torch.Tensor, first_B: torch.Tensor, num_pages: int, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each table of pages `num_pages` from `first` on, `[B, P]`, and the entries that they hold, `[B, P * T]`.
 
     Beyond the end of a table its last page stands, whose entries count on: no mask shows them.
