@@ -123,9 +123,22 @@ def _summary(source: Source) -> str:
             f"heads {model.num_attention_heads} over {model.num_key_value_heads} x {model.head_dim}",
             f"vocabulary: {model.vocab_size}, {'tied' if model.tie_word_embeddings else 'untied'} head",
             f"q/k norm: {'yes' if model.qk_norm else 'no'}, rope theta {model.rope_theta:g}, norm eps {model.rms_norm_eps:g}",
+            *_other_parts(source),
             f"tensors: {len(source.stored)}, all accounted for; {num_parameters(source):,} numbers, {', '.join(types)}",
         )
     )
+
+
+def _other_parts(source: Source) -> list[str]:
+    """A line on biases, windows and scaled frequencies, if the decoder has any."""
+    model, scaling = source.model, source.model.rope_scaling
+    found = [f"biases of {names}" for has, names in ((model.qkv_bias, "q, k, v"), (model.output_bias, "the output")) if has]
+    if model.sliding_window:
+        where = f"layers {list(model.windowed_layers)}" if model.windowed_layers else "every layer"
+        found.append(f"window of {model.sliding_window} in {where}")
+    if scaling.rope_type != "default":
+        found.append(f"rope scaling {scaling.rope_type}, factor {scaling.factor:g}")
+    return [", ".join(found)] if found else []
 
 
 def _words_on_bytes(path: str, *, verified: bool) -> str:

@@ -12,6 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from megatron_dmtd.weights.safetensors_files import WeightFiles
 from megatron_dmtd.weights.torch_dist import CheckpointTensors
+from tests.families.transformers_models import model_of, saved
 from tools.convert import main
 
 CYCLE_OPTIONS = ["--variant", "causal-refresh", "--num-parallel-layers", "1", "--mask-token-id", "9"]
@@ -192,3 +193,11 @@ def test_gguf_and_plain_directories_are_refused_alike_when_they_are_neither(tmp_
     (tmp_path / "empty").mkdir()
     assert main(["import", str(tmp_path / "empty"), str(tmp_path / "out")]) == 2
     assert "a Hugging Face model directory" in capsys.readouterr().err
+
+
+def test_inspect_names_the_parts_that_only_some_models_have(tmp_path, capsys):
+    scaling = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    windows = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}
+    saved(tmp_path / "hf", model_of("qwen2", rope_parameters=scaling, **windows))
+    assert main(["inspect", str(tmp_path / "hf")]) == 0
+    assert "biases of q, k, v, window of 6 in layers [2, 3], rope scaling yarn, factor 4\n" in capsys.readouterr().out
