@@ -230,7 +230,7 @@ class TrainingConfig:
     """Steps between evaluations; 0 evaluates only at the end."""
     eval_batches: int = setting(8, NOT_NEGATIVE, resume=_MEASURES)
     """Global batches per evaluation. 0: all of the held-out corpus."""
-    deterministic: bool = setting(True, resume=_HOW_IT_RUNS)
+    deterministic: bool = setting(True, resume=_ROUNDING)
     """Refuse kernels that are not reproducible, where torch can tell."""
     max_bad_steps: int = setting(0, NOT_NEGATIVE, resume=_HOW_IT_RUNS)
     """Steps of the whole run that may be skipped because their loss or gradient is not finite. One more stops the run."""

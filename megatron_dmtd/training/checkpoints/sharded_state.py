@@ -13,6 +13,8 @@ from megatron_dmtd.training.state import RunState
 
 #: how optimizer state is laid out on disk: the form that every other layout can load
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+#: what a parameter group takes from a checkpoint: its tensors, and how often they were updated
+_LOADED = ("params", "step")
 
 
 def _random_state() -> ShardedObject:
@@ -59,14 +61,27 @@ def whole_state(run: RunState, progress: Progress, *, is_loading: bool, with_ran
     return state
 
 
+def _load_optimizer(run: RunState, state: dict[str, Any]) -> None:
+    """Take moments, fp32 copies and counts of steps from a checkpoint, and nothing that the configuration sets.
+
+    A loaded parameter group brings the learning rates, betas, epsilon and weight decay of the run that saved it, and Megatron's
+    scheduler prefers a group's `max_lr` and `min_lr` to its own: without this a resumed run would announce a new value and go on
+    with the old one.
+    """
+    configured = [{name: value for name, value in group.items() if name not in _LOADED} for group in run.optimizer.param_groups]
+    run.optimizer.load_state_dict(state)
+    for group, settings in zip(run.optimizer.param_groups, configured, strict=True):
+        group.update(settings)
+
+
 def restore(run: RunState, state: dict[str, Any]) -> Progress:
     """Put a loaded state into the run.
 
     Without an entry for the random state, that stays as it is; checkpoints of earlier versions have none for the objective.
     """
     run.load_model_state(state["model"])
-    run.optimizer.load_state_dict(state["optimizer"])
-    run.scheduler.load_state_dict(state["scheduler"])
+    _load_optimizer(run, state["optimizer"])
+    run.scheduler.load_state_dict(state["scheduler"])  # also sets the rates of the groups, from the configuration's values
     run.step, run.rows = state["progress"]["step"], state["progress"]["rows"]
     if "random_state" in state:
         torch.set_rng_state(state["random_state"]["torch"])
