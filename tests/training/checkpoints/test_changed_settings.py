@@ -4,8 +4,8 @@ The next step is computed again from the tensors of the checkpoints: AdamW in fl
 gradient of a run that changed nothing, which is the same because the weights and rows are. Settings that "say how the run works"
 or "only measure" must leave every bit of the next save as it is.
 
-Level: the oracle agrees to 2e-5 of the largest update (fp32 moments give the gradient to about 1e-6) and a rounding of the weight;
-bits elsewhere.
+Level: the oracle agrees to 2e-5 of the largest update (fp32 moments give the gradient to about 1e-6) and a rounding of the
+weight; bits elsewhere.
 """
 
 from __future__ import annotations
