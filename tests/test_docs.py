@@ -158,6 +158,48 @@ def test_the_page_of_the_architecture_lists_the_rooms_in_their_order():
     assert {room: not row.startswith("reserved: ") for room, row in rows.items()} == exists
 
 
+LETTERS = dict(re.findall(r"^\| ([A-Z]) \| (.+) \|$", section_of(ARCHITECTURE_MD.read_text(), "Shape letters"), re.MULTILINE))
+
+
+def words_in(text: str) -> set[str]:
+    return set(re.findall(r"[a-z/-]{4,}", text))
+
+
+def own_legend(source: str) -> list[tuple[str, str]]:
+    """(letter, meaning) in the legend of a file's docstring: `B rows, M = H / G heads` is B, rows and M, heads."""
+    found = re.search(r"Shape legend: (.+?)(?:\n\n|$)", ast.get_docstring(ast.parse(source)) or "", re.DOTALL)
+    items = re.split(r"(?:[,;] |\. | and |^)(?=[A-Z] )", found[1].replace("\n", " ")) if found else []
+    return [(match[1], match[2]) for item in items if (match := re.match(r"([A-Z])(?: = [A-Z] [/*]? ?\w)? ([a-z].*)", item))]
+
+
+def shape_suffixes(source: str) -> set[str]:
+    """`q_BHND` has the letters BHND; a digit stands for a size of its own."""
+    nodes = list(ast.walk(ast.parse(source)))
+    names = {name for node in nodes for field in ("id", "arg", "attr") if isinstance(name := getattr(node, field, None), str)}
+    parts = [name.rpartition("_") for name in names]
+    return {last for first, _, last in parts if first and first.islower() and re.fullmatch(r"\d*[A-Z][A-Z\d]*", last)}
+
+
+def test_the_legend_of_letters_is_read_as_files_write_it():
+    assert len(LETTERS) > 15 and LETTERS["D"] == "head width"
+    assert own_legend('"""Text.\n\nShape legend: B rows, M = H / G\nheads. Q queries and K keys (N or 2N), J blocks."""') == [
+        ("B", "rows"),
+        ("M", "heads"),
+        ("Q", "queries"),
+        ("K", "keys (N or 2N)"),
+        ("J", "blocks."),
+    ]
+    assert shape_suffixes("q_BHND = self.cos_1D + MAX_T + hidden_sbh") == {"BHND", "1D"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_shape_letters_mean_what_the_one_legend_says(path):
+    source = path.read_text()
+    wrong = [(letter, said) for letter, said in own_legend(source) if not words_in(said) & words_in(LETTERS.get(letter, ""))]
+    assert wrong == []
+    assert {letter for suffix in shape_suffixes(source) for letter in re.sub(r"\d", "", suffix)} <= set(LETTERS)
+
+
 def test_make_has_the_targets_that_pages_name():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     named = {target for page in PAGES for target in re.findall(r"`?make ([a-z-]+)\b[`\s]", page.read_text())}

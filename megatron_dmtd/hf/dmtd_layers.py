@@ -3,7 +3,7 @@
 The layers do not depend on cycles, streams or caches: each pass brings its visibility and its key store. The file travels with
 every exported model as remote code.
 
-Shape legend: B rows, N slots of a row, Q query slots, K key slots, H query heads, G key/value heads, M = H / G query heads per
+Shape legend: B rows, N slots of a row, Q queries, K keys, H query heads, G key/value heads, M = H / G query heads per
 key/value head, D head width, A = D / 2 frequencies, X hidden size.
 """
 

@@ -2,7 +2,7 @@
 
 Integers only: no weights and no caches. The file travels with every exported model as remote code.
 
-Shape legend: B rows, W columns of the caller's ids, N slots of a row, U documents of a row, Q query slots, K key slots.
+Shape legend: B rows, W columns of the caller's ids, N slots of a row, U documents of a row, Q queries, K keys.
 Dimension B of a slot table may be 1 if all rows have the same layout.
 """
 

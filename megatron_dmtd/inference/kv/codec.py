@@ -1,6 +1,6 @@
 """How K and V lie in memory. All writing and reading goes through a codec, so that another format is one file.
 
-Shape legend: P pages, T entries per page, G key/value heads, D head width, R rows written, B requests, K = P T entries read.
+Shape legend: P pages, T entries per page, G key/value heads, D head width, R rows written, B requests, K = P T keys read.
 """
 
 from __future__ import annotations
