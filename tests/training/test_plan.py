@@ -16,6 +16,8 @@ from megatron_dmtd.training.plan import describe, make_plan, require_memory, to_
 from tests.support.ranks import run_ranks
 from tests.support.tiny import VARIANTS, tiny_config, with_settings
 
+BIASES = {"tie_word_embeddings": False, "qk_norm": False, "qkv_bias": True, "output_bias": True}
+
 
 def test_qwen3_4b_has_its_published_number_of_parameters() -> None:
     assert make_plan(Config(), world_size=1).num_parameters == 4_022_468_096
@@ -44,14 +46,14 @@ def rank_parameters(config: Config) -> list[int]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("model", [{}, {"tie_word_embeddings": False}, BIASES], ids=["tied", "untied", "biases"])
 @pytest.mark.parametrize(
     "parallel",
     [{}, {"pipeline": 2}, {"pipeline": 3, "stage_layers": (2, 1, 1)}, {"pipeline": 2, "virtual_stages": 2}, {"tensor": 2}],
     ids=["one", "pipeline-2", "pipeline-3", "virtual", "tensor-2"],
 )
-def test_parameters_of_each_rank_are_those_of_its_model(parallel: dict[str, Any], tied: bool) -> None:
-    config = tiny_config(parallel=parallel, model={"tie_word_embeddings": tied})
+def test_parameters_of_each_rank_are_those_of_its_model(parallel: dict[str, Any], model: dict[str, Any]) -> None:
+    config = tiny_config(parallel=parallel, model=model)
     world_size = config.parallel.tensor * config.parallel.pipeline
     plan = make_plan(config, world_size=world_size)
     found = run_ranks(world_size, rank_parameters, config)
@@ -91,10 +93,12 @@ def kept_per_token(config: Config, grown: str) -> float:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("grown", "streams"), [("sequential", 1), ("parallel", 2)])
-@pytest.mark.parametrize("qk_norm", [True, False], ids=["qwen3", "llama"])
-def test_the_estimate_of_activations_is_close_to_what_autograd_keeps(qk_norm: bool, grown: str, streams: int) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16, "max_position_embeddings": 128, "qk_norm": qk_norm}
-    config = tiny_config(model=sizes, data={"seq_length": 128})
+@pytest.mark.parametrize(
+    "parts", [{}, {"qk_norm": False}, {"sliding_window": 16}, BIASES], ids=["qwen3", "llama", "window", "biases"]
+)
+def test_the_estimate_of_activations_is_close_to_what_autograd_keeps(parts: dict[str, Any], grown: str, streams: int) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16, "max_position_embeddings": 128}
+    config = tiny_config(model=sizes | parts, data={"seq_length": 128})
     measured = run_ranks(1, kept_per_token, config, grown)[0]
     schedule = schedule_of(config.model, config.cycle)
     visit = schedule.visits[0 if grown == "parallel" else -1]
