@@ -13,7 +13,7 @@ from megatron_dmtd.architecture.schedule import PARALLEL, SEQUENTIAL
 from megatron_dmtd.inference.kv.store import KVStore
 from megatron_dmtd.inference.ops.matmul import ROW_COUNTS
 from megatron_dmtd.inference.ops.native_ops import NativeKernels, NativeOps
-from megatron_dmtd.inference.ops.protocol import LayerVisit, Ops, rotary_of
+from megatron_dmtd.inference.ops.protocol import LayerVisit, Ops, RotaryTables, rotary_of
 from megatron_dmtd.inference.ops.torch_ops import TorchOps
 from megatron_dmtd.inference.passes import Pass, RowsInLayers
 from megatron_dmtd.inference.weights import ModelWeights
@@ -25,7 +25,8 @@ class Forward:
     def __init__(self, model: ModelWeights, store: KVStore, *, num_slots: int, num_positions: int, native: bool) -> None:
         """`native`: whether small passes are computed in C, which the model has been checked for."""
         self.model = model
-        self.visits = {name: _visits(model, store, name, num_positions) for name in (PARALLEL, SEQUENTIAL)}
+        rotary = rotary_of(model.schedule.decoder, num_positions, dtype=model.dtype, device=model.device)
+        self.visits = {name: _visits(model, store, rotary, name) for name in (PARALLEL, SEQUENTIAL)}
         cycle_length = model.method.cycle_length
         self.native: NativeKernels | None = None
         if native:
@@ -60,10 +61,8 @@ class Forward:
         return self.model.embedding_VX[run.token_id_R].to(self.model.dtype)
 
 
-def _visits(model: ModelWeights, store: KVStore, pass_name: str, num_positions: int) -> tuple[LayerVisit, ...]:
-    schedule = model.schedule
-    rotary = rotary_of(schedule.decoder, num_positions, dtype=model.dtype, device=model.device)
-    found = []
+def _visits(model: ModelWeights, store: KVStore, rotary: RotaryTables, pass_name: str) -> tuple[LayerVisit, ...]:
+    schedule, found = model.schedule, []
     for visit in schedule.pass_visits(pass_name):
         attention = schedule.layer(visit).attention
         found.append(

@@ -13,9 +13,12 @@ def load_tokenizer(directory: Path | None) -> Any:
     """The tokenizer of a model directory.
 
     Raises:
-        CheckpointError: The directory is no model's, or has no tokenizer, or one that cannot be read.
+        ModelError: The directory is no model's.
+        CheckpointError: It is none, or has no tokenizer, or one that cannot be read.
     """
     from transformers import AutoTokenizer
+
+    import megatron_dmtd.hf  # noqa: F401 - transformers asks for the class of the configuration
 
     if directory is not None:
         read_model_directory(directory)  # transformers reads it too, and would blame the tokenizer

@@ -7,7 +7,6 @@ import torch
 
 from megatron_dmtd.errors import CapabilityError, ConfigError
 from megatron_dmtd.inference import Engine, EngineConfig, SamplingParams
-from megatron_dmtd.inference.static_pass import padded
 from tests.hf.tiny import random_ids
 from tests.inference.models import KINDS, PENALTY, Pair
 
@@ -21,12 +20,6 @@ def recorded_logits(engine: Engine) -> list[torch.Tensor]:
     seen, run = [], engine.runner.run
     engine.runner.run = lambda plan, wanted: seen.append(run(plan, wanted).clone()) or seen[-1]
     return seen
-
-
-def test_numbers_are_padded_to_powers_of_two_up_to_their_limit():
-    assert [padded(count, 6) for count in range(1, 7)] == [1, 2, 4, 4, 6, 6]
-    with pytest.raises(AssertionError):
-        padded(7, 6)
 
 
 @pytest.mark.parametrize("align_heads", [True, False])

@@ -7,6 +7,7 @@ feed-forward width, V vocabulary, N positions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,9 +28,11 @@ class RotaryTable:
     sin_ND: torch.Tensor
 
 
-def rotary_of(
-    decoder: DecoderSpec, num_positions: int, *, dtype: torch.dtype, device: torch.device
-) -> dict[tuple[RotaryProfile, int], RotaryTable]:
+#: By the profile and the head width.
+RotaryTables = Mapping[tuple[RotaryProfile, int], RotaryTable]
+
+
+def rotary_of(decoder: DecoderSpec, num_positions: int, *, dtype: torch.dtype, device: torch.device) -> RotaryTables:
     """A table for each rotary profile and head width that the decoder's layers have."""
     position_N = torch.arange(num_positions, device=device)
     tables = {}

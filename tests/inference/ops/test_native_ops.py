@@ -8,11 +8,13 @@ import torch
 
 from megatron_dmtd.errors import CapabilityError, ConfigError
 from megatron_dmtd.inference import EngineConfig, SamplingParams
-from megatron_dmtd.inference.native import build
 from megatron_dmtd.inference.native.build import load_kernels
 from megatron_dmtd.inference.ops.native_ops import NativeOps
+from megatron_dmtd.inference.ops.torch_ops import TorchOps
 from tests.hf.tiny import random_ids
 from tests.inference.models import KINDS, PENALTY, Pair
+from tests.inference.ops.passes_to_try import SHAPE, Setting
+from tests.oracles.parallel_dmtd import FOUR_VARIANTS
 
 #: Sizes that the kernels' vectors divide; the feed-forward size leaves a remainder on purpose.
 WIDE = {"hidden_size": 48, "intermediate_size": 70, "head_dim": 32, "num_attention_heads": 6, "num_key_value_heads": 2}
@@ -115,10 +117,22 @@ def test_what_the_kernels_cannot_do_is_refused_or_left_to_torch(pairs, wide_pair
     )
 
 
-def test_a_missing_or_failing_compiler_is_named(monkeypatch):
-    monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
-    with pytest.raises(CapabilityError, match="no C compiler"):
-        build.load_kernels.__wrapped__()
-    monkeypatch.setattr(build, "COMPILERS", ("false",))
-    with pytest.raises(CapabilityError, match="cannot compile"):
-        build.load_kernels.__wrapped__()
+@pytest.mark.parametrize("kind", FOUR_VARIANTS, ids=["-".join(kind) for kind in FOUR_VARIANTS])
+@pytest.mark.parametrize("starts", [(36, 20), (8, 32), (0, 16)])
+def test_every_operation_of_every_visit_gives_what_torch_gives(kind, starts):
+    """Two requests whose pages interleave, windows in two of four layers. Level: fp32 sums in another order."""
+    native, plain = (Setting(*kind, starts=starts) for _ in range(2))
+    for (pass_name, visit), (_, other) in zip(native.visits(), plain.visits(), strict=True):
+        run, other_run = native.dynamic(pass_name), plain.dynamic(pass_name)
+        assert native.forward.native.takes(run)
+        ops, torch_ops = NativeOps(native.forward.native, run), TorchOps(other_run)
+        qkv = ops.rotate_and_store(native.qkv[pass_name].clone(), visit)
+        expected = torch_ops.rotate_and_store(plain.qkv[pass_name].clone(), other)
+        torch.testing.assert_close(qkv, expected, rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(visit.pages.k_PGDT, other.pages.k_PGDT, rtol=2e-6, atol=2e-6)
+        assert torch.equal(visit.pages.v_PGTD, other.pages.v_PGTD)
+        for final_only in (False, True):
+            found = ops.attend(qkv, visit, final_only=final_only).clone()
+            torch.testing.assert_close(found, torch_ops.attend(expected, other, final_only=final_only), rtol=0, atol=2e-5)
+        linear, wide = visit.weights.gate_up, torch.randn(len(run), SHAPE.hidden_size)
+        torch.testing.assert_close(ops.linear(wide, linear), torch_ops.linear(wide, linear), rtol=0, atol=2e-4)
