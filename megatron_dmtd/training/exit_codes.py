@@ -6,20 +6,20 @@ DONE = 0
 UNEXPECTED = 1
 REFUSED = 2
 STOPPED = 3
-BAD_NUMBERS = 4
+NON_FINITE = 4
 STALLED = 5
 NOT_SAVED = 6
 NOT_LOGGED = 7
 
 MEANINGS = {
     DONE: "done: the run reached training.steps",
-    UNEXPECTED: "an error that nobody foresaw: the traceback says where",
+    UNEXPECTED: "an unexpected error: the traceback says where",
     REFUSED: "refused before training: the message says what to change",
-    STOPPED: "stopped by Ctrl-C (SIGINT), SIGTERM or SIGUSR1 after a save: start the same command again to go on",
-    BAD_NUMBERS: "a loss or gradient that is not finite: do not restart blindly, see the message and the bad_step file",
+    STOPPED: "stopped by Ctrl-C (SIGINT), SIGTERM or SIGUSR1 after a save: start the same command again to continue",
+    NON_FINITE: "a loss or gradient was not finite: do not restart blindly, see the message and the bad_step file",
     STALLED: "the watchdog ended a job in which a rank stalled: its report names the rank",
-    NOT_SAVED: "a checkpoint could not be written: the last complete one stands",
-    NOT_LOGGED: "the log could not be written: the state is saved, the same command goes on when there is room",
+    NOT_SAVED: "a checkpoint could not be written: the last complete one is kept",
+    NOT_LOGGED: "the log could not be written: the state is saved; make room and start the same command again",
 }
 
 

@@ -6,10 +6,10 @@ from megatron_dmtd.errors import ConfigError
 
 
 def mfu(*, flops: float, seconds: float, num_devices: int, peak_tflops: float) -> float:
-    """Share, 0 to 1, of the peak of `num_devices` devices that `flops` in `seconds` reach.
+    """Fraction, 0 to 1, of the peak of `num_devices` devices that `flops` in `seconds` amount to.
 
-    `flops` is the work of all devices together; `peak_tflops` is the peak of one, in 1e12 operations a second, of the type that
-    the matrix products run in and without sparsity. Raises `ConfigError` if there is no peak to compare with.
+    `flops` is the work of all devices together; `peak_tflops` is the peak of one, in 1e12 operations per second, in the type of
+    the matrix products and without sparsity. Raises `ConfigError` if there is no peak to compare with.
     """
     if peak_tflops <= 0:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The weights of a running training, for an engine: between two steps, on every rank."""
+"""The weights of a running training, for an engine: called between two steps, on every rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def live_weights(run: RunState) -> WeightStream:
     overlaps = run.config.parallel.overlap_param_gather
     if overlaps:
         for chunk in run.wrapped:
-            chunk.disable_forward_pre_hook()  # waits for the gather that the next forward pass would wait for
+            chunk.disable_forward_pre_hook()  # completes the gather that the next forward pass would wait for
     try:
         yield from stream_ranks(run.models)
     finally:

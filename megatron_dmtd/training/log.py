@@ -7,8 +7,8 @@ Names of values carry their units: `loss` and `loss_phase_<i>` (nats per target)
 Layout of `logging.dir`: `metrics.jsonl` (one object per `log`, in order of steps, no step twice), `metrics.superseded.jsonl`
 (lines of steps that were trained again after a resume), `wandb_run_id`, and wandb's own `wandb/`.
 
-A disk that takes no more lines ends nothing here: `failure` says so, `unwritten` keeps the lines, and the caller, who knows when
-the ranks can stop together, saves and raises `error`.
+A full disk does not end the run here: `failure` reports it, `unwritten` keeps the lines, and the caller, who knows when the ranks
+can stop together, saves and raises `error`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def rewind_metrics(directory: Path, *, resumed_step: int) -> None:
-    """Make `metrics.jsonl` end at `resumed_step`; later lines, about to be trained again, move to `metrics.superseded.jsonl`."""
+    """Truncate `metrics.jsonl` to `resumed_step`; later lines, whose steps are repeated, move to `metrics.superseded.jsonl`."""
     path = directory / METRICS_FILE
     if not path.is_file():
         return
@@ -77,7 +77,7 @@ def _wandb_run_id(directory: Path) -> str:
 
 
 def _kind_of(record: Mapping[str, Any]) -> tuple[int, frozenset[str]]:
-    """What no log has twice: the values of one name at one step."""
+    """Identifies a line: no log has two for the same names and step."""
     return record["step"], frozenset(record)
 
 
@@ -90,7 +90,7 @@ def _start_wandb(config: LoggingConfig, run_config: Mapping[str, Any]) -> Any:
             required="a folder that keeps the run's id, so that a resumed run continues it",
             remedy="set logging.dir, or leave logging.wandb_project empty",
         )
-    # wandb would stop and ask for a key; a job has nobody to answer. WANDB_MODE, where set, is the user's own choice.
+    # wandb would stop and ask for a key, which a job cannot answer. WANDB_MODE, if set, is the user's own choice.
     offline = not (os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE"))
     try:
         run = wandb.init(
@@ -108,7 +108,7 @@ def _start_wandb(config: LoggingConfig, run_config: Mapping[str, Any]) -> Any:
             required="a wandb that does, or none",
             remedy="see to its key, network and logging.dir; or set WANDB_MODE=offline; or leave logging.wandb_project empty",
         ) from error
-    # Our own step as the axis: wandb's counter only goes up, and would drop the steps that are trained again after a resume.
+    # Our own step as the axis: wandb's counter only goes up and would drop the steps that are repeated after a resume.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return run
@@ -141,9 +141,9 @@ class RunLog:
         self._wandb: Any = None
         self._bar: Any = None
         self.failure = ""
-        """What could not be written and why; empty while all is well."""
+        """What could not be written and why; empty if nothing has failed."""
         self.unwritten: list[dict[str, Any]] = []
-        """Lines that `metrics.jsonl` lacks because of it, in order."""
+        """Lines that `metrics.jsonl` lacks because of that, in order."""
         if not is_writer:
             return
         if config.dir:
@@ -189,7 +189,7 @@ class RunLog:
         self.failure = self.failure or f"{what}: {error.strerror or error}"
 
     def make_up(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Write the lines that an earlier attempt of this run could not, unless they have been made up before."""
+        """Write the lines that an earlier attempt of this run could not write, unless that has already been done."""
         if not self._is_writer or self._file is None:
             return
         written = {_kind_of(record) for record in read_metrics(self._file.name)}
@@ -198,7 +198,7 @@ class RunLog:
                 self._write(dict(record))
 
     def error(self, *, saved: Path | None) -> LogError | None:
-        """What ends a run whose log cannot be written; None while all is well. `saved`: the newest checkpoint."""
+        """The error that ends a run whose log cannot be written; None if nothing has failed. `saved`: the newest checkpoint."""
         if not self.failure:
             return None
         lines = f"; {len(self.unwritten)} lines wait in the checkpoint" if saved and self.unwritten else ""
@@ -220,7 +220,7 @@ class RunLog:
             silence_stdout()
 
     def close(self) -> None:
-        """Finish all that is open. Safe to call twice."""
+        """Close everything. Safe to call twice."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -1,7 +1,7 @@
 """The training loop: steps, evaluations, checkpoints and log lines, from one validated configuration.
 
-`start.py` does everything that may refuse; `Trainer` then only works. Every rank runs the same code and comes to every decision
-together with the others: `docs/fault_tolerance.md` says what happens on signals, bad numbers, stalls and full disks.
+`start.py` does everything that may refuse; `Trainer` then only works. All ranks run the same code and make every decision
+together; `docs/fault_tolerance.md` says what happens on signals, non-finite numbers, stalls and full disks.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from megatron_dmtd.training.checkpoints import paths
 from megatron_dmtd.training.checkpoints.compatibility import differences
 from megatron_dmtd.training.checkpoints.saving import Saver
 from megatron_dmtd.training.health import non_finite
-from megatron_dmtd.training.health.consensus import any_rank, raise_together, told_by_first
+from megatron_dmtd.training.health.consensus import any_rank, broadcast_from_first, raise_together
 from megatron_dmtd.training.health.signals import StopRequested, StopSignals
-from megatron_dmtd.training.health.throughput import Pace, peak_tflops
+from megatron_dmtd.training.health.throughput import Throughput, peak_tflops
 from megatron_dmtd.training.health.watchdog import Watchdog, watched
 from megatron_dmtd.training.log import METRICS_FILE, RunLog, read_metrics
 from megatron_dmtd.training.objectives import LossSums
@@ -40,7 +40,7 @@ def _due(step: int, interval: int, last: int) -> bool:
 
 
 def held_out_loss(run: RunState, rows: RowSource[Any], before_batch: Callable[[], None] = lambda: None) -> LossSums:
-    """Over the first `eval_batches` global batches of the held-out rows, or all of them; no row counts twice."""
+    """Loss over the first `eval_batches` global batches of the held-out rows, or all of them; no row counts twice."""
     training = run.config.training
     whole = math.ceil(rows.rows_per_epoch / training.global_batch_size)
     num_batches = min(training.eval_batches or whole, whole)
@@ -49,7 +49,7 @@ def held_out_loss(run: RunState, rows: RowSource[Any], before_batch: Callable[[]
 
 
 class _EvaluationCutShort(Exception):
-    """A signal came while the held-out loss was being measured."""
+    """A signal arrived while the held-out loss was being measured."""
 
 
 class Trainer:
@@ -60,7 +60,7 @@ class Trainer:
         run: RunState,
         progress: Progress,
         log: RunLog,
-        pace: Pace,
+        throughput: Throughput,
         *,
         open_sources: OpenSources,
         signals: StopSignals,
@@ -72,16 +72,16 @@ class Trainer:
         folder = run.config.checkpoint.dir
         self.saver = Saver(run, folder, on_progress=self._beat_while_saving) if folder else None
         self.values: dict[str, float] = {}
-        """The last evaluation's values, or the last log line's where nothing is held out."""
+        """The values of the last evaluation, or of the last log line if nothing is held out."""
         self._saved_step = run.step if resume_directory(run.config) is not None else None
-        self._pace = pace
+        self._throughput = throughput
 
     def train(self) -> dict[str, float]:
         """Run to `training.steps` and return `values`.
 
         Raises `StopRequested` after a save if any rank was signalled, `LogError` after one if the log cannot be written,
-        `BadNumbers` if the numbers are, `SaveError` if a checkpoint cannot be written, `CheckpointError` if the corpora are not
-        those of the checkpoint.
+        `NonFiniteError` if loss or gradient is not finite, `SaveError` if a checkpoint cannot be written, `CheckpointError` if
+        the corpora are not those of the checkpoint.
         """
         config, run = self.run.config, self.run
         self._open_data()
@@ -107,7 +107,7 @@ class Trainer:
             raise CheckpointError(
                 found=f"{self.progress.corpus[0]} rows and {self.progress.corpus[1]} targets per epoch when the checkpoint was "
                 f"written, {corpus[0]} and {corpus[1]} in data.train now",
-                required="the same corpora: the run counts rows, and they would be other ones",
+                required="the same corpora: the run counts rows, and these would be different rows",
                 remedy="correct data.train, or start from the weights with checkpoint.init_from",
             )
         self.progress.corpus = corpus
@@ -121,7 +121,7 @@ class Trainer:
         self._beat("save", allowed_s=self.run.config.parallel.timeout_s)
 
     def _must_stop(self) -> bool:
-        """Whether any rank was signalled, or lost its log. Also where a background save that is complete becomes visible."""
+        """Whether any rank was signalled, or lost its log. A background save that is complete is also made visible here."""
         writing = self.saver is not None and self.saver.is_writing
         wants_to_stop = self.signals.received or bool(self.log.failure)
         must_stop, is_writing = any_rank((wants_to_stop, writing), device=self.run.platform.device)
@@ -130,9 +130,9 @@ class Trainer:
         return must_stop
 
     def _step(self) -> StepResult:
-        """One step, done or skipped. Raises `BadNumbers` where it may not be skipped."""
+        """One step, done or skipped. Raises `NonFiniteError` if it may not be skipped."""
         self._beat("step")
-        with self._pace.step():
+        with self._throughput.step():
             result = train_step(self.run, self._batches)
         self._beat("after a step")
         if not result.is_applied:
@@ -141,18 +141,18 @@ class Trainer:
 
     def _skip(self, result: StepResult) -> None:
         loss = result.loss.values().get("loss", 0.0)
-        account = non_finite.write_account(self.run, result, loss=loss)
+        report = non_finite.write_report(self.run, result, loss=loss)
         if self.progress.bad_steps >= self.run.config.training.max_bad_steps:
             saved = self._save_now()
-            raise non_finite.stop(self.run, result, loss=loss, account=account, saved=saved)
+            raise non_finite.stop(self.run, result, loss=loss, report=report, saved=saved)
         self.progress.bad_steps += 1
         advance(self.run)
-        where = account or "standard error"
+        where = report or "standard error"
         self.log.message(f"step {self.run.step} skipped: loss {loss}, gradient norm {result.grad_norm}; see {where}")
         self.log.log(self.run.step, {"skipped_steps": self.progress.bad_steps})
 
     def _note(self, result: StepResult) -> None:
-        """Add a step's loss to what the next log line and the search for spikes go by."""
+        """Record a step's loss for the next log line and for the detection of spikes."""
         self.progress.since_log.sums.add_(result.loss.sums)
         loss = result.loss.values().get("loss", 0.0)
         deviations = self.run.config.logging.spike_deviations
@@ -166,13 +166,13 @@ class Trainer:
             self._note(result)
         self.log.advance(step)
         if _due(step, config.logging.interval, config.training.steps):
-            rates = {"lr": result.lr, "grad_norm": result.grad_norm} | self._pace.values()
+            rates = {"lr": result.lr, "grad_norm": result.grad_norm} | self._throughput.values()
             if config.training.rampup_batch_size:
                 rates["global_batch_size"] = result.num_rows
             self.values = self.progress.since_log.values() | rates
             self.log.log(step, self.values)
             self.progress.since_log.sums.zero_()
-            self._pace.restart()
+            self._throughput.restart()
 
     def _evaluate(self) -> None:
         assert self._held_out is not None
@@ -193,7 +193,7 @@ class Trainer:
             raise _EvaluationCutShort
 
     def _is_logged(self, name: str) -> bool:
-        """Whether the log has this value of this step: a run may be killed after an evaluation that it had caught up with."""
+        """Whether the log has this value for this step: a run may have been killed after an evaluation that was due on resume."""
         folder, found = self.run.config.logging.dir, False
         if folder and rank_of_environment() == 0 and (path := Path(folder) / METRICS_FILE).is_file():
             found = any(record["step"] == self.run.step and name in record for record in read_metrics(path))
@@ -204,7 +204,7 @@ class Trainer:
             return
         self._finish_save()
         self._beat_while_saving()
-        self.progress.unlogged = told_by_first(self.log.unwritten)
+        self.progress.unlogged = broadcast_from_first(self.log.unwritten)
         self.saver.start(self.progress)
         self._saved_step = self.run.step
         if not self.run.config.checkpoint.asynchronous:
@@ -221,13 +221,13 @@ class Trainer:
         return final
 
     def _save_now(self) -> Path | None:
-        """Have the present state on the disk, whichever way. The newest checkpoint, or None where nothing is saved."""
+        """Make sure that the present state is on the disk. The newest checkpoint, or None if nothing is ever saved."""
         self._start_save()
         self._finish_save()
         return paths.latest_directory(Path(self.run.config.checkpoint.dir)) if self.saver is not None else None
 
     def _finish(self) -> None:
-        """Leave nothing unsaved; raise `LogError` or `StopRequested` if it is that which ended the loop."""
+        """Save what is not saved yet; raise `LogError` or `StopRequested` if that is what ended the loop."""
         run = self.run
         is_stopped = any_rank((self.signals.received,), device=run.platform.device)[0]
         is_unfinished = run.step < run.config.training.steps or self.progress.evaluation_due
@@ -241,7 +241,7 @@ class Trainer:
 
 
 def _open_log(config: Config, *, resumed_step: int) -> RunLog:
-    """The run's log. What rank 0 may refuse is refused on every rank."""
+    """The run's log. What rank 0 refuses is refused on every rank."""
     settings, total_steps = config.logging, config.training.steps
     log, error = None, None
     try:
@@ -260,12 +260,12 @@ def _open_log(config: Config, *, resumed_step: int) -> RunLog:
     return log
 
 
-def _pace(run: RunState, log: RunLog) -> Pace:
+def _throughput(run: RunState, log: RunLog) -> Throughput:
     peak = peak_tflops(run.config, run.platform)
     if peak > 0:
         how = "measured now" if run.config.logging.measure_peak else "as logging.peak_tflops says"
         log.message(f"mfu is the share of {peak:.4g} TFLOP/s per process, {how}")
-    return Pace(run, peak_tflops=peak)
+    return Throughput(run, peak_tflops=peak)
 
 
 def _tell_differences(config: Config, log: RunLog) -> None:
@@ -279,7 +279,7 @@ def run_training(
 ) -> dict[str, float]:
     """The whole job: check, prepare, train, close. Rows are those of the configuration's corpora, or of `open_sources`.
 
-    Raises `DMTDError`s for what the user can mend, and `StopRequested` after a save that a signal of `signals` asked for.
+    Raises `DMTDError`s for what the user can fix, and `StopRequested` after a save that one of `signals` asked for.
     """
     rank, world_size = rank_of_environment(), world_size_of_environment()
     check(config, world_size=world_size, open_sources=open_sources)
@@ -303,7 +303,7 @@ def run_training(
             run,
             progress,
             log,
-            _pace(run, log),
+            _throughput(run, log),
             open_sources=open_sources,
             signals=signals or StopSignals(),
             watchdog=watchdog,

@@ -1,7 +1,7 @@
 """What a configuration will cost, computed without starting anything: placement, parameters, memory, FLOPs, messages, bubble.
 
-Counts of parameters are exact. Memory of activations is an estimate of what the backward pass keeps, in the layers' own terms (a
-test compares it with what autograd keeps); allocator overhead, temporaries and the communication library come on top. No torch.
+Parameter counts are exact. Activation memory is an estimate of what the backward pass keeps, from the sizes of the layers (a test
+compares it with what autograd keeps); allocator overhead, temporaries and the communication library are not included. No torch.
 
 Units: bytes, FLOPs, and tokens of one stream unless a name says otherwise. "Per rank" is one process.
 """
@@ -41,7 +41,7 @@ class StagePlan:
     step_flops: float
     """Model FLOPs of one step on one rank of this stage, recompute and dead work left out."""
     sends_bytes: int
-    """Hidden states to the next stage, per microbatch and rank, forward (the gradient comes back in the same size)."""
+    """Hidden states to the next stage, per microbatch and rank, forward (the gradient that comes back has the same size)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +61,7 @@ class Plan:
     step_flops: float
     """Of the whole step on all ranks."""
     bubble: float
-    """Share of a step in which a rank of the pipeline waits, if all stages took equally long."""
+    """Fraction of a step for which a pipeline rank waits, if all stages take equally long."""
     stages: tuple[StagePlan, ...]
 
     @property
@@ -131,7 +131,7 @@ def _stage_flops(config: Config, placement: Placement, stage: Stage, tokens: int
 def make_plan(config: Config, *, world_size: int, on_gpu: bool = True) -> Plan:
     """Plan a run on `world_size` processes. Raises `ConfigError` for whatever the configuration or the layout cannot do.
 
-    `on_gpu` chooses whose kernels the estimate of activations assumes.
+    `on_gpu`: whether the estimate of activations assumes a GPU's kernels or a CPU's.
     """
     validate(config, world_size=world_size)
     placement = place(config)

@@ -1,5 +1,5 @@
-"""What the loop remembers from step to step, beside model and optimizer. It travels with each checkpoint, so that the log of a
-resumed run is, line for line, that of one that never stopped.
+"""What the loop remembers from step to step in addition to model and optimizer. It is part of each checkpoint, so that the log of
+a resumed run is, line for line, that of a run that never stopped.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ class Progress:
     since_log: LossSums
     """Losses since the last log line."""
     recent_losses: list[float] = field(default_factory=list)
-    """Losses of the last steps, oldest first: what a spike is measured against."""
+    """Losses of the last steps, oldest first, with which a spike is compared."""
     bad_steps: int = 0
     """Steps skipped so far because their loss or gradient was not finite."""
     evaluation_due: bool = False
     """Whether the run stopped before the evaluation of its last step was finished."""
     corpus: list[int] = field(default_factory=list)
-    """Rows and targets per epoch of the training corpora; empty before they are known. Row numbers mean nothing in others."""
+    """Rows and targets per epoch of the training corpora, which identify them; empty before they are known."""
 
     unlogged: list[dict[str, Any]] = field(default_factory=list)
-    """Log lines up to this step that no disk took: the next attempt writes them."""
+    """Log lines up to this step that could not be written: the next attempt writes them."""
 
     @classmethod
     def new(cls, objective: Objective[Any], *, device: torch.device | str = "cpu") -> Progress:

@@ -33,7 +33,7 @@ class Sources:
     """Held-out rows; None: nothing is evaluated."""
 
 
-#: opens a run's rows: called before anything else exists, to refuse what cannot be read, and again when the first step is near
+#: opens a run's rows: called before anything else exists, to refuse what cannot be read, and again before the first step
 OpenSources = Callable[[Config], Sources]
 
 
@@ -72,7 +72,7 @@ def open_corpus(config: Config, prefixes: tuple[str, ...]) -> PackedDataset:
 
 
 def microbatches(run: RunState, rows: RowSource[Any], *, first_row: int, end_row: int | None = None) -> Iterator[Any]:
-    """The rank's microbatches of training, or, up to `end_row`, of an evaluation: steps that grow only grow in training."""
+    """The rank's microbatches for training or, with `end_row`, for an evaluation, whose global batches are never ramped up."""
     training = run.config.training
     found = batches(
         rows,

@@ -46,7 +46,7 @@ def _wrap(model: CycleModel, config: Config, *, is_first: bool) -> DistributedDa
         overlap_param_gather=parallel.overlap_param_gather,
         use_distributed_optimizer=parallel.distributed_optimizer,
     )
-    # Later stages of a rank finish their backward pass first, all at once: buckets would only add messages.
+    # Later stages of a rank finish their backward pass first and all at once: buckets would only add messages.
     wrapped = DistributedDataParallel(config=model.config, ddp_config=ddp_config, module=module, disable_bucketing=not is_first)
     _count_padding_as_state(wrapped)
     return wrapped
@@ -56,8 +56,8 @@ def _count_padding_as_state(wrapped: DistributedDataParallel) -> None:
     """Keep the padding between buckets in the optimizer state that is gathered for a checkpoint.
 
     Megatron-Core 0.16.1 leaves it out (`get_parameter_state_dp_zero`) and then cuts parameters at places that count it
-    (`sharded_param_state_fully_reshardable`, "issue #504" there): moments and fp32 copies of all parameters behind a padded
-    bucket would be stored shifted, the last ones as zeros. Goes when `numel_unpadded` and `param_index_map` agree there.
+    (`sharded_param_state_fully_reshardable`, "issue #504" there): moments and fp32 copies of all parameters after a padded
+    bucket would be stored shifted, the last ones as zeros. To be removed when `numel_unpadded` and `param_index_map` agree there.
     """
     for buffer in wrapped.buffers:
         for bucket in buffer.buckets:

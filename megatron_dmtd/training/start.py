@@ -28,9 +28,9 @@ from megatron_dmtd.training.state import RunState
 
 
 def resume_directory(config: Config) -> Path | None:
-    """The checkpoint that a run with this configuration goes on from; None for a new run.
+    """The checkpoint from which a run with this configuration resumes; None for a new run.
 
-    Raises `CheckpointError` if `latest` names one that is not whole, `ConfigError` if a new run would write among another's.
+    Raises `CheckpointError` if `latest` names an incomplete one, `ConfigError` if a new run would write into another's folder.
     """
     if not config.checkpoint.dir:
         return None
@@ -70,7 +70,7 @@ def prepare(config: Config, platform: Platform) -> RunState:
 
 
 def _beat(config: Config, watchdog: Watchdog, phase: str) -> None:
-    # What comes before the first step takes as long as it takes to read; collectives have their own limit.
+    # How long this takes depends on how much has to be read; collectives have their own limit.
     watchdog.beat(phase, step=0, allowed_s=config.parallel.timeout_s)
 
 

@@ -1,7 +1,7 @@
 """The state of a run, as one value: what steps change, checkpoints save and everything else reads.
 
-The lowest module of training: `setup.py` builds the value, the others take it, and it knows none of them. What the run minimises
-it knows by the protocol of objectives.
+The lowest module of training: `setup.py` builds the value, the others take it, and it knows none of them. It knows what the run
+minimises only through the protocol of objectives.
 """
 
 from __future__ import annotations

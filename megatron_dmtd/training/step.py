@@ -1,6 +1,6 @@
 """One optimizer step, and one evaluation, on Megatron's schedules.
 
-What the loss is, and of which rows, the run's objective says.
+The run's objective defines the loss and the rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_dmtd.training.state import RunState
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What one step did."""
+    """The result of one step."""
 
     loss: LossSums
     """Sums over the global batch; the same on every rank."""
@@ -36,7 +36,7 @@ class StepResult:
     num_rows: int
     """Rows of the step, over all ranks."""
     is_applied: bool
-    """Whether the weights were updated. False where loss or gradient is not finite: then nothing at all has changed."""
+    """Whether the weights were updated. False if loss or gradient is not finite: then nothing at all has changed."""
 
 
 def _forward_step(run: RunState, iterator: Iterator[Microbatch], model: Any) -> tuple[torch.Tensor, Any]:
@@ -83,7 +83,7 @@ def _run_schedule(run: RunState, iterator: Iterator[Microbatch], *, num_rows: in
 
 
 def _update(optimizer: Any, *, grad_norm: float) -> None:
-    """Clip and step, as `ChainedOptimizer.step` does after it has computed the norm, which the caller has looked at."""
+    """Clip and step, as `ChainedOptimizer.step` does after computing the norm, which the caller has checked."""
     for part in optimizer.chained_optimizers:
         parameters = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()
         if parameters and part.config.clip_grad > 0.0:
@@ -110,7 +110,7 @@ def train_step(run: RunState, iterator: Iterator[Microbatch]) -> StepResult:
 
 
 def advance(run: RunState) -> None:
-    """Count a step as done: schedule, step and rows. For a bad step that is skipped, the caller's way past it."""
+    """Count a step as done: schedule, step and rows. Also how the caller skips a bad step."""
     run.scheduler.step(increment=1)
     run.step += 1
     run.rows += run.batch_size
@@ -122,7 +122,7 @@ def evaluate(
 ) -> LossSums:
     """Loss over `num_batches` global batches, in evaluation mode; the model is left in training mode.
 
-    `before_batch` is called on every rank before each global batch, and may raise to break off.
+    `before_batch` is called on every rank before each global batch, and may raise to end the evaluation.
     """
     total = run.objective.new_sums(device=run.platform.device)
     overlap = run.config.parallel.overlap_param_gather

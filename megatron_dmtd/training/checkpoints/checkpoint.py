@@ -25,7 +25,7 @@ from megatron_dmtd.training.state import RunState
 
 
 def save_checkpoint(run: RunState, directory: str | Path, progress: Progress | None = None) -> Path:
-    """Save everything that the run needs to go on, and wait until it is complete. Returns the checkpoint's directory.
+    """Save everything that the run needs to resume, and wait until it is complete. Returns the checkpoint's directory.
 
     All ranks must call. Raises `SaveError` on all of them if any could not write.
     """

@@ -1,6 +1,6 @@
-"""Whether a configuration may go on from a checkpoint, setting by setting. No torch.
+"""Whether a run with a configuration may resume from a checkpoint, setting by setting. No torch.
 
-Each setting that differs is named, with whether the difference is allowed and why. Whether it is, the setting itself says
+Each setting that differs is named, with whether the difference is allowed and why. The setting itself states the rule
 (`config/metadata.py`).
 """
 
@@ -20,7 +20,7 @@ _WEIGHTS = "model"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """One setting that a checkpoint and a run have differently."""
+    """One setting that differs between a checkpoint and a run."""
 
     setting: Setting
     saved: object
@@ -62,7 +62,7 @@ def _refuse(refused: list[Difference], allowed: list[Difference], step_directory
 
 
 def check_resumable(config: Config, step_directory: Path) -> Config:
-    """The configuration that wrote a checkpoint. Raises `CheckpointError`, field by field, if this run may not go on from it."""
+    """The configuration that wrote a checkpoint. Raises `CheckpointError`, field by field, if this run may not resume from it."""
     saved = saved_config(step_directory)
     found = differences(config, saved)
     refused = [difference for difference in found if difference.refused]

@@ -36,12 +36,12 @@ def step_directory_name(step: int) -> str:
 
 
 def partial_directory_name(step: int) -> str:
-    """A new name for that checkpoint while it is being written. No two are alike: an orphan of a killed run disturbs nobody."""
+    """A new, unique name for that checkpoint while it is being written: what a killed run leaves behind does no harm."""
     return f".partial-{step_directory_name(step)}-{uuid.uuid4().hex[:8]}"
 
 
 def publish(partial: Path, step: int) -> Path:
-    """Give a complete directory its name, in place of an older one of this step, and let `latest` name it. Raises `OSError`."""
+    """Give a complete directory its name, replacing an older one of this step, and make `latest` name it. Raises `OSError`."""
     run = partial.parent
     final = run / step_directory_name(step)
     flush(partial)
@@ -67,7 +67,7 @@ def remove_leftovers(run: Path) -> list[str]:
 
 
 def superfluous(run: Path, *, step: int, keep_last: int, keep_every: int) -> list[Path]:
-    """The checkpoints up to `step` that a run need not keep. Later ones, of a run that was set back, are not its to remove."""
+    """The checkpoints up to `step` that a run need not keep. Later ones, if the run was set back, are not removed."""
     if keep_last == 0:
         return []
     older = [directory for directory in step_directories(run) if (step_of(directory) or 0) <= step]
@@ -82,9 +82,9 @@ def step_of(directory: Path) -> int | None:
 
 
 def must_be_verified(directory: Path) -> bool:
-    """Whether a checkpoint's bytes are to be compared: if it has checksums, and if it ought to, as every step of a run does.
+    """Whether a checkpoint's bytes are to be compared: if it has checksums or, like every step of a run, should have them.
 
-    A directory elsewhere without checksums is an import of an earlier version, or a copy whose owner left them out.
+    Any other directory without checksums is an import of an earlier version, or a copy made without them.
     """
     return has_checksums(directory) or step_of(directory.resolve()) is not None
 
@@ -98,9 +98,9 @@ def step_directories(run: Path) -> list[Path]:
 
 
 def latest_directory(run: Path) -> Path | None:
-    """The checkpoint that `latest` names, or None where the run has none.
+    """The checkpoint that `latest` names, or None if the run has none.
 
-    Raises `CheckpointError` if it names one that is not whole.
+    Raises `CheckpointError` if it names an incomplete one.
     """
     pointer = run / LATEST_FILE
     if not pointer.is_file():
@@ -121,7 +121,7 @@ def _require_complete(directory: Path) -> None:
 
 
 def _nearby(directory: Path) -> str:
-    """What to do about a directory that holds no checkpoint itself."""
+    """Advice about a directory that is not a checkpoint itself."""
     below = sorted(path.parent for path in directory.glob(f"*/{LATEST_FILE}"))
     if below:
         return "name " + " or ".join(map(str, below))

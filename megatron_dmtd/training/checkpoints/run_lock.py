@@ -1,9 +1,9 @@
 """One job at a time in a run's folder: rank 0 holds `run.lock` there for as long as its process lives.
 
-A second job would remove the first one's half-written save, replace its checkpoints and cut its log. On which file systems a lock
-holds is said in `infra/locks.py`. The text in the file only says who has the lock, and stays behind.
+A second job would remove the first one's half-written save, replace its checkpoints and truncate its log. `infra/locks.py` says
+on which file systems locks work. The text in the file only says who has the lock, and is left behind.
 
-An NFS server gives up a dead node's lock when its lease ends (NFS 4: 90 s by default); a requeue of the same Slurm job waits for
+An NFS server releases a dead node's lock when its lease ends (NFS 4: 90 s by default); a requeue of the same Slurm job waits for
 this. No torch.
 """
 
@@ -24,9 +24,9 @@ from megatron_dmtd.infra.json_files import parse_object
 from megatron_dmtd.infra.locks import FileLock
 
 LOCK_FILE = "run.lock"
-#: seconds that a job which has just ended may need to be gone: its writing processes hold the lock too, and die with it
+#: seconds that a job which has just ended may need to exit: its writing processes hold the lock too, and die with it
 _LINGER_S = 5.0
-#: seconds after which a file server has given up the lock of a node that died
+#: seconds after which a file server has released the lock of a dead node
 LEASE_S = 150.0
 _POLL_S = 0.2
 _UNUSABLE = Refusal(CheckpointError, required="a folder that can be written to", remedy="mend it, or choose another")
@@ -43,7 +43,7 @@ def _own_line() -> str:
 
 
 def _owner_of(lock: FileLock) -> dict[str, object]:
-    """What the owner wrote of itself; empty if it has not got that far, or was cut off."""
+    """What the owner wrote about itself; empty if it has not done so yet, or the text is cut off."""
     try:
         return parse_object(lock.read_note())
     except ValueError:
@@ -78,9 +78,9 @@ def _acquire(lock: FileLock, folder: Path, *, lease_s: float) -> None:
 
 @contextlib.contextmanager
 def locked(folder: str | Path, *, lease_s: float = LEASE_S) -> Iterator[None]:
-    """Hold a run's folder, making it if need be. Processes forked meanwhile hold it too, until they end.
+    """Lock a run's folder, creating it if necessary. Processes forked meanwhile hold the lock too, until they end.
 
-    `lease_s`: seconds to wait for an earlier attempt of the same Slurm job to lose it.
+    `lease_s`: seconds to wait for an earlier attempt of the same Slurm job to lose the lock.
 
     Raises `ConfigError` if another job has it, `CheckpointError` if it cannot be written to.
     """

@@ -42,7 +42,7 @@ from megatron_dmtd.infra.processes import die_with
 from megatron_dmtd.training import exit_codes
 from megatron_dmtd.training.checkpoints import paths
 from megatron_dmtd.training.checkpoints.sharded_state import METADATA, whole_state
-from megatron_dmtd.training.health.consensus import any_rank, gathered_on_first, told_by_first
+from megatron_dmtd.training.health.consensus import any_rank, broadcast_from_first, gathered_on_first
 from megatron_dmtd.training.progress import Progress
 from megatron_dmtd.training.state import RunState
 
@@ -205,7 +205,7 @@ class Saver:
                 (self._root / name).mkdir(parents=True)
             except OSError as error:
                 fault = str(error)
-        name, fault = told_by_first((name, fault))
+        name, fault = broadcast_from_first((name, fault))
         if fault:
             raise _error(self._root, [fault])
         return self._root / name
@@ -238,7 +238,7 @@ class Saver:
             time.sleep(_POLL_S)
         running, self._running = self._running, None
         reports = gathered_on_first(running.collect())
-        final, faults = told_by_first(self._complete(running, reports) if self._is_first_rank else None)
+        final, faults = broadcast_from_first(self._complete(running, reports) if self._is_first_rank else None)
         if faults:
             raise _error(self._root, faults)
         return final

@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron_dmtd.training.progress import Progress
 from megatron_dmtd.training.state import RunState
 
-#: how optimizer state is laid out on disk: the form that every other layout can load
+#: how optimizer state is stored: the form that every other layout can load
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 #: what a parameter group takes from a checkpoint: its tensors, and how often they were updated
 _LOADED = ("params", "step")
@@ -34,7 +34,7 @@ def _random_state() -> ShardedObject:
 
 
 def _give_moments(optimizer: Any) -> None:
-    """Adam's moments of a run that has made no step yet, zero: Megatron can neither save nor load what is not there."""
+    """Create Adam's moments, zero, for a run that has made no step yet: Megatron can neither save nor load missing ones."""
     for part in optimizer.chained_optimizers:
         if not getattr(part, "is_stub_optimizer", False):
             part.init_state_fn(part.optimizer, part.config)

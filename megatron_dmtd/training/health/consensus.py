@@ -1,7 +1,7 @@
-"""What ranks tell each other outside the model: whether anybody wants to stop, and what went wrong on anybody's disk.
+"""Agreement between ranks outside the model: whether any of them has to stop, and what went wrong on any of their disks.
 
-A rank that raises alone leaves the others waiting for it. So whatever may fail on one rank, or happen to one rank, goes through
-here, and every rank comes to the same conclusion at the same place.
+A rank that raises alone leaves the others waiting for it. So everything that may fail on, or happen to, a single rank goes
+through here, and every rank reaches the same decision at the same place.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def raise_together(error: DMTDError | None) -> None:
             raise kind(found=f"rank {rank}: {words[0]}", required=words[1], remedy=words[2])
 
 
-def told_by_first(value: Any) -> Any:
+def broadcast_from_first(value: Any) -> Any:
     """Rank 0's value on every rank. All ranks must call."""
     values = [value]
     torch.distributed.broadcast_object_list(values, src=0)

@@ -1,7 +1,7 @@
-"""Losses and gradients that are not finite, and losses that jump: found before they do harm, and written down.
+"""Losses and gradients that are not finite, and losses that jump: detected before they do harm, and reported.
 
 A bad step changes nothing: weights, moments and counters stay as they were before it. The loop then skips it or stops. Either
-way `bad_step_<step>.json` says what is needed to make it again: the step, the rows and ranks, and where the numbers went bad.
+way `bad_step_<step>.json` contains what reproduces it: the step, the rows and ranks, and where the numbers went bad.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_dmtd.config import to_dict
 from megatron_dmtd.errors import DMTDError
 from megatron_dmtd.infra.files import write_atomically
 from megatron_dmtd.training import exit_codes
-from megatron_dmtd.training.health.consensus import gathered_on_first, told_by_first
+from megatron_dmtd.training.health.consensus import broadcast_from_first, gathered_on_first
 from megatron_dmtd.training.state import RunState
 from megatron_dmtd.training.step import StepResult
 
@@ -30,10 +30,10 @@ _NAMED_PARAMETERS = 20
 SPIKE_WINDOW, SPIKE_MINIMUM = 64, 16
 
 
-class BadNumbers(DMTDError):
+class NonFiniteError(DMTDError):
     """Training that cannot go on: a loss or gradient is not finite, and no more steps may be skipped."""
 
-    exit_status = exit_codes.BAD_NUMBERS
+    exit_status = exit_codes.NON_FINITE
 
 
 def rows_of_microbatch(run: RunState, microbatch: int) -> list[int]:
@@ -52,7 +52,7 @@ def _bad_gradients(run: RunState) -> list[str]:
     return bad[:_NAMED_PARAMETERS]
 
 
-def _account_of_rank(run: RunState, result: StepResult) -> dict[str, Any]:
+def _report_of_rank(run: RunState, result: StepResult) -> dict[str, Any]:
     return {
         "rank": torch.distributed.get_rank(),
         "host": socket.gethostname(),
@@ -66,28 +66,28 @@ def _account_of_rank(run: RunState, result: StepResult) -> dict[str, Any]:
     }
 
 
-def write_account(run: RunState, result: StepResult, *, loss: float) -> Path | None:
-    """Write `bad_step_<step>.json` beside the checkpoints, else beside the log. Collective.
+def write_report(run: RunState, result: StepResult, *, loss: float) -> Path | None:
+    """Write `bad_step_<step>.json` into the folder of the checkpoints, or else of the log. Collective.
 
-    None where the run keeps neither, and where the disk does not take it: then it is on standard error.
+    None if the run has neither, or the file cannot be written: then the report is on standard error.
     """
     folder = run.config.checkpoint.dir or run.config.logging.dir
-    accounts = gathered_on_first(_account_of_rank(run, result))
+    reports = gathered_on_first(_report_of_rank(run, result))
     if not folder:
         return None
     path, is_written = Path(folder) / f"bad_step_{run.step + 1:08d}.json", True
-    if accounts:
-        account = {
+    if reports:
+        report = {
             "step": run.step + 1,
             "loss": str(loss),
             "grad_norm": str(result.grad_norm),
             "lr": result.lr,
             "rows": [run.rows, run.rows + run.batch_size - 1],
-            "ranks": accounts,
+            "ranks": reports,
             "config": to_dict(run.config),
         }
-        is_written = _is_written(path, json.dumps(account, indent=2) + "\n")
-    return path if told_by_first(is_written) else None
+        is_written = _is_written(path, json.dumps(report, indent=2) + "\n")
+    return path if broadcast_from_first(is_written) else None
 
 
 def _is_written(path: Path, text: str) -> bool:
@@ -105,23 +105,23 @@ def is_bad(result: StepResult, loss: float) -> bool:
     return not (math.isfinite(loss) and math.isfinite(result.grad_norm))
 
 
-def stop(run: RunState, result: StepResult, *, loss: float, account: Path | None, saved: Path | None) -> BadNumbers:
+def stop(run: RunState, result: StepResult, *, loss: float, report: Path | None, saved: Path | None) -> NonFiniteError:
     """The error that ends the run."""
     first, last = run.rows, run.rows + run.batch_size - 1
     allowed = run.config.training.max_bad_steps
-    details = [f"the account is {account}"] if account else []
-    details += [f"the state before the step is {saved}: the same command makes it again"] if saved else []
-    return BadNumbers(
+    details = [f"the report is {report}"] if report else []
+    details += [f"the state before the step is {saved}: the same command repeats it"] if saved else []
+    return NonFiniteError(
         found=f"loss {loss}, gradient norm {result.grad_norm} at step {run.step + 1}, rows {first} to {last}"
         + (f"; {'; '.join(details)}" if details else ""),
         required="finite numbers" + (f", after the {allowed} steps that training.max_bad_steps lets pass" if allowed else ""),
-        remedy="go on from an earlier checkpoint with a lower optimizer.lr, look at these rows, or let steps be skipped with "
+        remedy="resume from an earlier checkpoint with a lower optimizer.lr, look at these rows, or let steps be skipped with "
         "training.max_bad_steps",
     )
 
 
 def spike(recent: list[float], loss: float, *, deviations: float) -> tuple[float, float] | None:
-    """Mean and standard deviation of the recent losses if `loss` jumps out of them; else None. Adds the loss to `recent`."""
+    """Mean and standard deviation of the recent losses if `loss` is far above them; else None. Adds the loss to `recent`."""
     found = None
     if deviations > 0 and len(recent) >= SPIKE_MINIMUM:
         mean, deviation = statistics.fmean(recent), statistics.pstdev(recent)

@@ -2,7 +2,7 @@
 
 The loop reads `StopSignals.received` where it is safe to stop. A thread counts the signals, so that a second one works even while
 the main thread waits inside a collective that never ends. Launchers deliver one request several times (a scheduler to every
-process of a job, torchrun again to each of its own): what comes within `SAME_REQUEST_S` of the first is the same request.
+process of a job, torchrun again to each of its own): signals within `SAME_REQUEST_S` of the first are the same request.
 
 Imports nothing heavy: the handlers are in place before the seconds that importing torch takes.
 """

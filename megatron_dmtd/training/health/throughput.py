@@ -19,7 +19,7 @@ from megatron_dmtd.platform import Platform
 from megatron_dmtd.training.flops import mfu
 from megatron_dmtd.training.state import RunState
 
-#: width of the square matrices whose product is timed, and how often; the best time counts
+#: width of the square matrices whose product is timed, and number of repetitions; the best time counts
 _WIDTH = {"cpu": 1024, "cuda": 8192}
 _ROUNDS = 10
 
@@ -43,17 +43,17 @@ def _product_s(left: torch.Tensor, right: torch.Tensor, platform: Platform) -> f
 
 
 def peak_tflops(config: Config, platform: Platform) -> float:
-    """The peak of one device that MFU is a share of, TFLOP/s; 0 if it is neither given nor to be measured. Collective."""
+    """Peak of one device, of which MFU is the share, in TFLOP/s; 0 if it is neither given nor to be measured. Collective."""
     if not config.logging.measure_peak:
         return config.logging.peak_tflops
     return measure_peak_tflops(platform, DTYPES[config.training.precision])
 
 
-class Pace:
+class Throughput:
     """Throughput since the last `restart`."""
 
     def __init__(self, run: RunState, *, peak_tflops: float) -> None:
-        """`peak_tflops` as the function of this name gives it."""
+        """`peak_tflops`: the result of the function of this name."""
         config = run.config
         self._run, self._peak_tflops = run, peak_tflops
         schedule = schedule_of(config.model, config.cycle)
@@ -61,7 +61,7 @@ class Pace:
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew."""
+        """Forget all measurements so far."""
         self._num_steps, self._num_tokens, self._seconds = 0, 0, 0.0
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What a run minimises. A new objective is a file here and a line in `OBJECTIVES`; loop and step know the protocol alone."""
+"""What a run minimises. A new objective is a file here and a line in `OBJECTIVES`; loop and step only know the protocol."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_dmtd.errors import ConfigError
 from megatron_dmtd.training.objectives.next_token import NextToken
 from megatron_dmtd.training.objectives.protocol import LossSums, Microbatch, MicrobatchLoss, Objective
 
-#: by the name that `training.objective` has
+#: by the name in `training.objective`
 OBJECTIVES: dict[str, Callable[[Config], Objective[Any]]] = {"next_token": NextToken}
 
 

@@ -49,8 +49,8 @@ class NextToken:
         return PhaseLoss(self._cycle_length, device=device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: rows are known by their number."""
+        """Nothing: rows are identified by their numbers."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take up."""
+        """Nothing to restore."""

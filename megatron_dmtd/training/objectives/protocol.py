@@ -1,8 +1,8 @@
 """What an objective is: everything about a step that depends on what the run minimises.
 
 The loop and the step know this protocol and no objective. An objective names the rows that it reads, makes microbatches of them,
-calls the model, and gives the loss of a microbatch with the count that the step's gradient is divided by. What it reports are
-sums that add up over microbatches, ranks and steps; what it has to remember goes into each checkpoint.
+calls the model, and gives the loss of a microbatch and the count by which the step's gradient is divided. It reports sums that
+are added up over microbatches, ranks and steps; what it has to remember goes into each checkpoint.
 
 The gradient of a step is that of `sum of loss / sum of count`, both over the whole global batch, whichever ranks and microbatches
 hold the targets.
@@ -49,7 +49,7 @@ class LossSums(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicrobatchLoss:
-    """What the last stage makes of one microbatch."""
+    """The last stage's result for one microbatch."""
 
     loss: torch.Tensor
     """Scalar to differentiate: a sum over the targets."""
@@ -66,7 +66,7 @@ class Objective(Protocol[BatchT]):
 
     @property
     def row_type(self) -> type[Row]:
-        """The rows that it reads: those of another type are refused."""
+        """The type of the rows that it reads; others are refused."""
         ...
 
     def make_batch(self, rows: Sequence[Any]) -> BatchT:
@@ -74,7 +74,7 @@ class Objective(Protocol[BatchT]):
         ...
 
     def forward(self, model: Any, batch: BatchT) -> torch.Tensor:
-        """Call this rank's stage. The last stage's output goes to `loss`; that of the others to the next stage."""
+        """Call this rank's stage. The last stage's output goes to `loss`, that of the others to the next stage."""
         ...
 
     def loss(self, batch: BatchT, output: torch.Tensor) -> MicrobatchLoss:
@@ -82,13 +82,13 @@ class Objective(Protocol[BatchT]):
         ...
 
     def new_sums(self, *, device: torch.device | str) -> LossSums:
-        """Sums of nothing yet."""
+        """Empty sums."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What it has to remember over a restart, as plain values; the same on every rank."""
+        """What it has to remember across restarts, as plain values; the same on every rank."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave before a restart. Not called for checkpoints written before objectives had states."""
+        """Restore what `state_dict` gave before a restart. Not called for checkpoints written before objectives had states."""
         ...

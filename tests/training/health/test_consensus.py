@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_dmtd.errors import ConfigError, DataError, DMTDError
-from megatron_dmtd.training.health.consensus import any_rank, gathered, gathered_on_first, raise_together, told_by_first
+from megatron_dmtd.training.health.consensus import any_rank, broadcast_from_first, gathered, gathered_on_first, raise_together
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -18,7 +18,7 @@ def _exchange() -> dict[str, Any]:
         "any": any_rank((rank == 1, False, True), device=torch.device("cpu")),
         "gathered": gathered({"rank": rank}),
         "first": gathered_on_first(rank * 10),
-        "told": told_by_first(f"rank {rank} says"),
+        "told": broadcast_from_first(f"rank {rank} says"),
     }
 
 

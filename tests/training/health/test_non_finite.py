@@ -50,11 +50,11 @@ def _spoil(config: Config, spoiled_rank: int, spoiled_steps: tuple[int, ...]) ->
             handle.remove()
 
     loop.train_step = train_step
-    from megatron_dmtd.training.health.non_finite import BadNumbers
+    from megatron_dmtd.training.health.non_finite import NonFiniteError
 
     try:
         return run_job(config)
-    except BadNumbers as error:
+    except NonFiniteError as error:
         return ("bad numbers", error.found, error.required)
 
 
@@ -64,13 +64,13 @@ def test_a_bad_step_stops_the_run_with_an_account_and_the_state_before_it(corpus
     results = run_ranks(2, _spoil, config, 1, (3,))
     assert [kind for kind, _, _ in results] == ["bad numbers"] * 2
     assert "gradient norm nan at step 3, rows 8 to 11" in results[0][1]
-    account = json.loads((tmp_path / "bad" / "checkpoints" / "bad_step_00000003.json").read_text())
-    assert (account["step"], account["rows"], account["grad_norm"]) == (3, [8, 11], "nan")
-    assert [rank["rows"] for rank in account["ranks"]] == [[[8], [10]], [[9], [11]]]
-    assert [(rank["rank"], rank["data_rank"]) for rank in account["ranks"]] == [(0, 0), (1, 1)]
-    assert all(math.isfinite(float(loss)) for rank in account["ranks"] for loss in rank["loss_of_microbatches"])
-    assert any("linear_fc1" in name for rank in account["ranks"] for name in rank["parameters_with_bad_gradients"])
-    assert account["config"]["data"]["train"] == list(config.data.train)
+    report = json.loads((tmp_path / "bad" / "checkpoints" / "bad_step_00000003.json").read_text())
+    assert (report["step"], report["rows"], report["grad_norm"]) == (3, [8, 11], "nan")
+    assert [rank["rows"] for rank in report["ranks"]] == [[[8], [10]], [[9], [11]]]
+    assert [(rank["rank"], rank["data_rank"]) for rank in report["ranks"]] == [(0, 0), (1, 1)]
+    assert all(math.isfinite(float(loss)) for rank in report["ranks"] for loss in rank["loss_of_microbatches"])
+    assert any("linear_fc1" in name for rank in report["ranks"] for name in rank["parameters_with_bad_gradients"])
+    assert report["config"]["data"]["train"] == list(config.data.train)
     # The state before the step is saved: without the fault the same command goes on as if nothing had happened.
     saved = paths.latest_directory(Path(config.checkpoint.dir))
     assert saved is not None and saved.name == "step_00000002"
@@ -178,5 +178,5 @@ def test_the_rows_of_the_account_are_those_that_the_loader_gave(corpus: tuple[st
 def test_the_command_ends_with_its_own_status(corpus: tuple[str, str], tmp_path: Path) -> None:
     config = _config(corpus, tmp_path, optimizer={"lr": 1e38, "min_lr": 0.0, "clip_grad": 0.0})
     with Job(config, tmp_path) as job:
-        assert job.wait() == [exit_codes.BAD_NUMBERS], job.output()
-    assert "BadNumbers" in job.output() and "bad_step_" in job.output()
+        assert job.wait() == [exit_codes.NON_FINITE], job.output()
+    assert "NonFiniteError" in job.output() and "bad_step_" in job.output()
