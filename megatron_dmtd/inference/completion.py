@@ -35,6 +35,7 @@ def completed(request: Request, reason: FinishReason) -> Completion:
         text=None if request.text is None else request.text.finish(),
         logprobs=tuple(request.logprobs),
         prompt_logprobs=tuple(request.prompt_logprobs),
+        weights_versions=tuple(request.weights_versions),
     )
 
 

@@ -8,7 +8,7 @@
 refused by itself, and harms no other. Nothing here imports Megatron.
 
 The jobs are elsewhere: settings in `config`, the parts' making in `assembly`, checks of requests in `admission`, the step loop
-in `steps`, the end of a request in `completion`.
+in `steps`, the end of a request in `completion`, new weights in `updates`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ids
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_dmtd.errors import ConfigError, DataError, DMTDError
 from megatron_dmtd.inference.admission import check_length_cap, check_params, checked_prompt, token_ids_of
@@ -35,6 +35,7 @@ from megatron_dmtd.inference.scheduler import Scheduler, Sequence
 from megatron_dmtd.inference.stats import Stats
 from megatron_dmtd.inference.steps import StepLoop
 from megatron_dmtd.inference.text import load_tokenizer
+from megatron_dmtd.inference.updates import Tensors, WeightUpdate, incomplete
 from megatron_dmtd.inference.weights import ModelWeights
 
 
@@ -96,6 +97,8 @@ class Engine:
         self._loop = StepLoop(self.scheduler, self.runner)
         self._undelivered: list[Event] = []
         self._next_id = 0
+        self._incomplete: DMTDError | None = None
+        """Why the weights are not whole, after an update that broke off."""
 
     @property
     def stats(self) -> Stats:
@@ -162,7 +165,48 @@ class Engine:
     def step(self) -> list[Event]:
         """One step of all requests that are due. Returns their new tokens."""
         kept, self._undelivered = self._undelivered, []
-        return kept + self._loop.step()
+        return kept + self._step()
+
+    # Weights that change.
+
+    @property
+    def weights_version(self) -> int:
+        """Version of the weights in force: 0 for those of the start, then what `update_weights` gives."""
+        return self._loop.weights_version
+
+    def update_weights(
+        self, tensors: Tensors, *, running: Literal["recompute", "keep"] = "recompute", version: int | None = None
+    ) -> int:
+        """Take new weights between two steps, in place of the old ones. Cached prefixes of the old ones are forgotten.
+
+        Args:
+            tensors: Every tensor of the model once under Hugging Face's name, as `weights.streams` and `training.live` give
+                them, in any order; or a mapping of them. Types are converted to the engine's.
+            running: What becomes of requests that have begun. "recompute": their tokens so far are kept, and their K and V
+                computed again, so that they go on as a fresh engine would. "keep": they go on with the K and V, and the cycle in
+                progress, that the old weights have computed; no other request will use those.
+            version: Number of the new weights. Default: one more than before.
+
+        Returns:
+            The version now in force.
+
+        Raises:
+            CheckpointError: The tensors are not those of this model. A mapping then changes nothing. After a stream that breaks
+                off or proves wrong on its way the engine refuses to decode until it has been given whole weights.
+        """
+        if running not in ("recompute", "keep"):
+            raise ConfigError(found=f"running={running!r}", required="'recompute' or 'keep'", remedy="change running")
+        update = WeightUpdate(self.model)
+        try:
+            update.take(tensors)
+        except BaseException as error:
+            if update.has_begun:
+                self._incomplete = incomplete(error)
+            raise
+        self._incomplete = None
+        self.scheduler.change_weights(recompute=running == "recompute")
+        self._loop.weights_version = self.weights_version + 1 if version is None else version
+        return self.weights_version
 
     def check_integrity(self) -> None:
         """The law of every group of pages, and that nothing is held without a reason."""
@@ -224,13 +268,18 @@ class Engine:
         """Events of some requests until they are finished; those of others are kept for the next `step`."""
         try:
             while self._loop.is_serving(request_ids):
-                events = self._loop.step()
+                events = self._step()
                 # Before anything is yielded: whoever leaves the loop here must not take the others' events along.
                 self._undelivered += [event for event in events if event.request_id not in request_ids]
                 yield from (event for event in events if event.request_id in request_ids)
         finally:
             for request_id in request_ids:
                 self.cancel(request_id)
+
+    def _step(self) -> list[Event]:
+        if self._incomplete is not None:
+            raise self._incomplete
+        return self._loop.step()
 
     def _take_id(self) -> int:
         self._next_id += 1

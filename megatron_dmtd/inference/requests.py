@@ -33,6 +33,8 @@ class Completion:
     """One per token of the prompt but its first, if asked for; of the first of n samples."""
     refusal: DMTDError | None = None
     """Why the request was refused."""
+    weights_versions: tuple[int, ...] = ()
+    """For each token of the output, the version of the weights that it was sampled with."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,6 +52,7 @@ class Request:
     """Of the output, if it is asked for."""
     logprobs: list[Choice] = field(default_factory=list)
     prompt_logprobs: list[Choice] = field(default_factory=list)
+    weights_versions: list[int] = field(default_factory=list)
 
     @property
     def num_scored(self) -> int:

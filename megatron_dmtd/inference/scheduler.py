@@ -34,6 +34,8 @@ class Sequence:
     """Whether its beginning may come from the prefix index, uncomputed."""
     known: Known = field(default_factory=Known)
     """How much of it the prefix index knows."""
+    has_older_entries: bool = False
+    """Whether weights that have been replaced since computed some of its K and V: then no other sequence may use them."""
 
     @property
     def remaining(self) -> int:
@@ -114,11 +116,23 @@ class Scheduler:
         for scheduled in step:
             sequence = scheduled.sequence
             sequence.num_taken = scheduled.chunk.stop
-            if self.prefix_index is not None:
+            if self.prefix_index is not None and not sequence.has_older_entries:
                 before = self.prefix_index.num_final_pages(scheduled.chunk.start)
                 if self.prefix_index.num_final_pages(sequence.num_taken) > before:
                     taken, known = sequence.num_taken, sequence.known
                     sequence.known = self.prefix_index.add(sequence.tokens, sequence.tables, taken, known)
+
+    def change_weights(self, *, recompute: bool) -> None:
+        """The model's weights are others now. Cached prefixes are forgotten; running sequences compute all their tokens again
+        (`recompute`), or go on with the K and V that they have.
+        """
+        if self.prefix_index is not None:
+            self.prefix_index.clear()
+        for sequence in reversed(list(self.running)):
+            if recompute:
+                self._preempt(sequence)
+            else:
+                sequence.has_older_entries = True
 
     def owned(self) -> Iterator[PageTables]:
         """Everything that owns pages, for the store's check."""
@@ -218,7 +232,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Free all that it holds; it computes its tokens again when it is let in, before younger ones."""
         self._take_down(sequence)
-        sequence.num_taken, sequence.known = 0, Known()
+        sequence.num_taken, sequence.known, sequence.has_older_entries = 0, Known(), False
         sequence.num_preemptions += 1
         self.waiting.appendleft(sequence)
 

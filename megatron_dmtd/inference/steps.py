@@ -26,6 +26,8 @@ class StepLoop:
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self.scheduler, self.runner = scheduler, runner
         self.stats = Stats()
+        self.weights_version = 0
+        """Of the weights that the next step decodes with."""
         self._requests: dict[int, Request] = {}
         """By the identity of the sequence that the scheduler knows."""
 
@@ -95,6 +97,7 @@ class StepLoop:
         self.stats.num_new_tokens += 1
         text = request.text
         offset = 0 if text is None else text.num_characters
+        request.weights_versions.append(self.weights_version)
         reason = append(request, choice)
         completion = self._finish(request, reason) if reason else None
         piece = "" if text is None else text.take()

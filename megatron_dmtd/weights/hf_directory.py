@@ -53,8 +53,8 @@ class HFWeights:
 
 
 def open_directory(directory: str | Path) -> HFWeights:
-    """The weights of a directory by its own `config.json`. Raises as `families.read_directory` and `HFWeights`."""
-    return HFWeights(directory, read_directory(directory).decoder)
+    """The weights of a directory by its own `config.json`, of any type. Raises as `families.read_directory` and `HFWeights`."""
+    return HFWeights(directory, read_directory(directory).decoder, any_type=True)
 
 
 def _check_frequencies(decoder: DecoderSpec, stored: Mapping[str, torch.Tensor]) -> None:
