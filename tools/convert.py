@@ -19,13 +19,15 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dmtd.config import CycleConfig
 from megatron_dmtd.cycle import VARIANTS
-from megatron_dmtd.errors import ConfigError, DMTDError
+from megatron_dmtd.errors import CheckpointError, ConfigError, ConversionError, DMTDError
 from megatron_dmtd.infra.checksums import CHECKSUMS_FILE, has_checksums
 from megatron_dmtd.infra.console import ending_quietly
+from megatron_dmtd.infra.directories import refuse_used
 from megatron_dmtd.training.checkpoints.paths import find_step_directory
 
 # torch takes seconds, which help and refusals need not wait for
@@ -221,6 +223,23 @@ def _compare(arguments: argparse.Namespace) -> int:
     verdict = "the same model" if comparison.is_equal else "different"
     print("\n".join((*lines, f"{verdict}: {comparison.num_equal} tensors equal bit for bit")))
     return 0 if comparison.is_equal else 1
+
+
+def check_inputs(argv: Sequence[str], *, come_later: bool) -> None:
+    """Refuse options that are not possible and, unless they `come_later`, inputs that are not there. Raises `DMTDError`."""
+    parsed = _parser().parse_args(argv)
+    if parsed.command == "import":
+        _cycle(parsed)
+    if parsed.command in ("import", "export"):
+        refuse_used(Path(parsed.output), error=ConversionError)
+    if come_later:
+        return
+    sources = {"import": ["hf_directory"], "export": ["checkpoint"], "inspect": ["path"]}.get(parsed.command, ["first", "second"])
+    for path in (Path(getattr(parsed, name)) for name in sources):
+        if not path.exists():
+            raise CheckpointError(found=f"no file or directory {path}", required="a model to read", remedy="correct the path")
+        if parsed.command == "export":
+            find_step_directory(path)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_dmtd.data.batches.token_file import TokenFile
 from megatron_dmtd.errors import ConfigError, DataError, DMTDError, Refusal
 from megatron_dmtd.inference.config import require_directory
 from megatron_dmtd.infra.console import ending_quietly
@@ -75,8 +76,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def read_documents(options: argparse.Namespace) -> list[list[int]]:
     """Token ids of the documents, cut to `max_length`. Raises `DataError` if none is long enough for a prompt."""
     if options.data is not None:
-        from megatron_dmtd.data.batches.token_file import TokenFile
-
         stored = TokenFile(options.data)
         lengths = stored.lengths(0, min(options.documents, len(stored))).tolist()
         documents = [stored.read(index, 0, min(length, options.max_length)).tolist() for index, length in enumerate(lengths)]
@@ -221,14 +220,25 @@ def write_report(results: dict[str, Any], target: Path) -> None:
         draw(results, folder)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 2 refused (the message says what to change), 130 interrupted."""
+def check_inputs(argv: Sequence[str] | None, *, come_later: bool) -> argparse.Namespace:
+    """The options, if they are possible and, unless they `come_later`, their inputs are there. Raises `DMTDError`."""
     options = arguments(argv)
-    try:
-        if options.output.exists():
-            raise ConfigError(found=f"{options.output} exists", required="a new folder", remedy="choose another --output")
+    if options.output.exists():
+        raise ConfigError(found=f"{options.output} exists", required="a new folder", remedy="choose another --output")
+    if not come_later:
         for model in filter(None, (options.model, options.reference)):
             require_directory(Path(model))
+        if options.data is not None:
+            TokenFile(options.data)
+        elif not options.text.is_file():
+            raise DataError(found=f"no file {options.text}", required="a text file in UTF-8", remedy="correct --text")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 2 refused (the message says what to change), 130 interrupted."""
+    try:
+        options = check_inputs(argv, come_later=False)
         make_parent(options.output)
         results = evaluate(options)
         write_report(results, options.output)

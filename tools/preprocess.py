@@ -23,12 +23,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import get_args
 
 from megatron_dmtd.data.corpora.documents import RecordKeys
 from megatron_dmtd.data.corpora.preprocess import PreprocessOptions, Result, preprocess
 from megatron_dmtd.data.corpora.sources import open_inputs
-from megatron_dmtd.errors import DMTDError
+from megatron_dmtd.errors import DataError, DMTDError
 from megatron_dmtd.infra.console import ending_quietly
 
 _INPUTS = (
@@ -72,6 +73,23 @@ def make_parser() -> argparse.ArgumentParser:
     add("--overwrite", action="store_true", help="replace existing token files and discard another unfinished run")
     add("--no-progress", action="store_true", help="no progress bar")
     return parser
+
+
+def check_inputs(arguments: Sequence[str], *, come_later: bool) -> None:
+    """Refuse options that are not possible and, unless they `come_later`, inputs that are not there. Raises `DMTDError`."""
+    if arguments and arguments[0] in _COMMANDS:
+        return
+    parsed = make_parser().parse_args(arguments)
+    if come_later:
+        return
+    keys = RecordKeys(text=parsed.text_key, messages=parsed.messages_key)
+    open_inputs(parsed.input, patterns=parsed.pattern, keys=keys)
+    if not Path(parsed.tokenizer).is_dir():
+        raise DataError(
+            found=f"no directory {parsed.tokenizer} (--tokenizer)",
+            required="the directory of a Hugging Face fast tokenizer",
+            remedy="correct --tokenizer",
+        )
 
 
 def _run(arguments: Sequence[str]) -> int:

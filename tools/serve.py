@@ -105,13 +105,26 @@ def sampling_defaults(directory: Path) -> dict[str, float]:
     return {"temperature": 1.0} | found
 
 
+def engine_config(options: argparse.Namespace) -> EngineConfig:
+    """The engine's settings. Raises `ConfigError` if they are not possible."""
+    config = EngineConfig(max_batch=options.max_batch, max_length=options.max_length, cache_bytes=int(options.cache_gib * 2**30))
+    config.check()
+    return config
+
+
+def check_inputs(argv: Sequence[str], *, come_later: bool) -> None:
+    """Refuse options that are not possible and, unless they `come_later`, inputs that are not there. Raises `DMTDError`."""
+    options = arguments(argv)
+    engine_config(options)
+    if not come_later:
+        api_key(options.api_key_file)
+        require_directory(options.model)
+
+
 def run(options: argparse.Namespace) -> int:
     """Serve until told to stop."""
     key, listening = api_key(options.api_key_file), bound_socket(options.host, options.port)
-    engine_config = EngineConfig(
-        max_batch=options.max_batch, max_length=options.max_length, cache_bytes=int(options.cache_gib * 2**30)
-    )
-    engine_config.check()
+    settings_of_engine = engine_config(options)
     require_directory(options.model)
     # torch and transformers take seconds, which help and refusals need not wait for
     import uvicorn
@@ -124,7 +137,7 @@ def run(options: argparse.Namespace) -> int:
     tokenizer, defaults = load_tokenizer(options.model), sampling_defaults(options.model)
     engine = Engine(
         options.model,
-        engine_config,
+        settings_of_engine,
         dtype=options.dtype,
         matrix_dtype=options.matrix_dtype,
         device=options.device,

@@ -27,21 +27,20 @@ export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 launch() {
     local script="$1"
     shift
-    local dry_run=()
-    if [[ -n "${DRY_RUN:-}" ]]; then dry_run=(--dry-run); fi
-    "$PYTHON" "$ROOT/tools/launch.py" "$SCRIPTS/$script" --site "$SITE" "${dry_run[@]}" "$@"
+    "$PYTHON" "$ROOT/tools/launch.py" "$SCRIPTS/$script" --site "$SITE" "$@"
 }
 
-# Submits a job once those named are done, shows its number, and leaves it in JOB.
+# Submits a job once those named are done, shows its number, and leaves it in JOB. With MODE=--check or --dry-run nothing is submitted.
 stage() {
-    local script="$1" after="$2"
+    local script="$1" after=()
+    if [[ -n "$2" ]]; then after=(--dependency "afterok:$2"); fi
     shift 2
-    if [[ -n "${DRY_RUN:-}" ]]; then
-        launch "$script" "$@"
-        JOB=0
+    if [[ "$MODE" == submit ]]; then
+        JOB="$(launch "$script" "${after[@]}" "$@")"
+        echo "$script: job $JOB${after:+, after ${after[1]#afterok:}}"
     else
-        JOB="$(launch "$script" ${after:+--dependency "afterok:$after"} "$@")"
-        echo "$script: job $JOB${after:+, after $after}"
+        launch "$script" "$MODE" "${after[@]}" "$@"
+        JOB=0
     fi
 }
 
@@ -61,21 +60,31 @@ shards() {
     )
 }
 
-# All that can be refused is refused before the first job is in the queue.
-for script in preprocess.sbatch convert.sbatch "$TRAIN" evaluate.sbatch; do
-    launch "$script" --dry-run >/dev/null
-done
+# Preprocessing and conversion read what is there now; the others read what jobs before them make.
+submit_all() {
+    local preprocessed converted trained exported heldout
+    stage preprocess.sbatch "" --sbatch="--array=0-$((SHARDS - 1))" -- --output "$CORPUS"
+    preprocessed="$JOB"
+    stage convert.sbatch ""
+    converted="$JOB"
+    stage "$TRAIN" "$preprocessed:$converted" -- --data.train "$(shards train)" --data.valid "$(shards heldout)" \
+        --checkpoint.dir "$RUN/checkpoints" --logging.dir "$RUN"
+    trained="$JOB"
+    stage convert.sbatch "$trained" --sbatch=--job-name=export --replace-options -- \
+        export "$RUN/checkpoints" "$EXPORT" --dtype "${DTYPE:-bfloat16}"
+    exported="$JOB"
+    heldout="$(shards heldout | tr -d '[]' | cut -d, -f1)" # held out of one shard: thousands of documents
+    stage evaluate.sbatch "$exported" --replace-options -- \
+        "$EXPORT" --data "$heldout" --output "$RUN/evaluation" --dtype "${DTYPE:-bfloat16}"
+}
 
-stage preprocess.sbatch "" --sbatch="--array=0-$((SHARDS - 1))" -- --output "$CORPUS"
-preprocessed="$JOB"
-stage convert.sbatch ""
-converted="$JOB"
-stage "$TRAIN" "$preprocessed:$converted" -- --data.train "$(shards train)" --data.valid "$(shards heldout)" \
-    --checkpoint.dir "$RUN/checkpoints" --logging.dir "$RUN"
-trained="$JOB"
-stage convert.sbatch "$trained" --sbatch=--job-name=export --replace-options -- \
-    export "$RUN/checkpoints" "$EXPORT" --dtype "${DTYPE:-bfloat16}"
-exported="$JOB"
-HELDOUT="$(shards heldout | tr -d '[]' | cut -d, -f1)" # held out of one shard: thousands of documents
-stage evaluate.sbatch "$exported" --replace-options -- \
-    "$EXPORT" --data "$HELDOUT" --output "$RUN/evaluation" --dtype "${DTYPE:-bfloat16}"
+if [[ -n "${DRY_RUN:-}" ]]; then
+    MODE=--dry-run
+    submit_all
+else
+    # All that can be refused is refused before the first job is in the queue.
+    MODE=--check
+    submit_all
+    MODE=submit
+    submit_all
+fi

@@ -40,9 +40,15 @@ class Job:
     """Options of sbatch by long name, without dashes; the last one of a name counts. Flags have an empty value."""
     options: tuple[str, ...]
     """Options of the tool that the job runs, variables filled in."""
-    is_training: bool
+    tool: str
+    """Name of the tool that the job runs, such as `train` or `convert`; empty for one that is not of tools/."""
     text: str
     """The whole script as it is submitted."""
+
+    @property
+    def is_training(self) -> bool:
+        """Whether it runs tools/train.py."""
+        return self.tool == "train"
 
     @property
     def num_nodes(self) -> int:
@@ -100,9 +106,16 @@ def read_job(
         name=directives.get("job-name", Path(path).stem),
         directives=directives,
         options=(*own, *options),
-        is_training="examples/slurm/train.sh" in source,
+        tool=_tool(source),
         text=_encodable(_fill_in(source, site, directives, list(options), replaces=replaces, path=path)),
     )
+
+
+def _tool(source: str) -> str:
+    if "examples/slurm/train.sh" in source:
+        return "train"
+    named = re.findall(r"/tools/(\w+)\.py", source.partition("OPTIONS=(")[2])
+    return named[-1] if named else ""
 
 
 def _encodable(text: str) -> str:

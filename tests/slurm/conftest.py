@@ -25,6 +25,7 @@ SMALL_SETTINGS = {
     "data.seq_length": "64",
     "training.micro_batch_size": "1",
     "training.global_batch_size": "4",
+    "checkpoint.init_from": "",
     "checkpoint.interval": "8",
     "checkpoint.keep_last": "0",
     "optimizer.warmup_steps": "2",
@@ -85,11 +86,19 @@ class Workplace:
         result = self.cluster.call(*command, cwd=ROOT, check=check, PYTHONPATH=str(ROOT))
         return result.stdout.strip() if check else result.stderr
 
-    def train(self, run: str, *, steps: int = NUM_STEPS, sbatch: tuple[str, ...] = (), options: tuple[str, ...] = ()) -> str:
+    def train(
+        self,
+        run: str,
+        *,
+        steps: int = NUM_STEPS,
+        sbatch: tuple[str, ...] = (),
+        options: tuple[str, ...] = (),
+        launch: tuple[str, ...] = (),
+    ) -> str:
         """Submit the CPU example on two nodes, as a run of its own."""
         folders = ["--checkpoint.dir", f"{run}/checkpoints", "--logging.dir", run, "--training.steps", str(steps)]
         arguments = [f"--sbatch={option}" for option in ("--cpus-per-task=1", *sbatch)]
-        return self.launch("train-cpu.sbatch", *arguments, "--", *SMALL, *folders, *options)
+        return self.launch("train-cpu.sbatch", *arguments, *launch, "--", *SMALL, *folders, *options)
 
     def log_dir(self, job_id: str) -> Path:
         """The job's logs."""

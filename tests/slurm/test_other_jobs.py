@@ -10,7 +10,7 @@ import pytest
 
 from megatron_dmtd.data.batches.token_file import TokenFile
 from megatron_dmtd.data.corpora.tokenizer import train_bpe
-from tests.slurm.conftest import ROOT
+from tests.slurm.conftest import ROOT, SMALL
 from tests.support.slurm import wait_until
 from tests.tools.text_model import save_text_model
 from tools.preprocess import main as preprocess
@@ -147,7 +147,7 @@ def test_a_wrong_site_file_is_refused_before_submission(old, new, found, workpla
     text = site.read_text()
     site.write_text(re.sub(f"^{re.escape(old)}", new, text, flags=re.MULTILINE))
     assert site.read_text() != text
-    error = workplace.launch("train-cpu.sbatch", "--sbatch=--cpus-per-task=1", check=False)
+    error = workplace.launch("train-cpu.sbatch", "--sbatch=--cpus-per-task=1", "--", *SMALL, check=False)
     assert found in error and "remedy: " in error
     assert workplace.cluster.call("squeue", "-h").stdout == ""
     assert not (workplace.folder / "slurm-logs").exists()
@@ -156,7 +156,7 @@ def test_a_wrong_site_file_is_refused_before_submission(old, new, found, workpla
 def test_a_job_whose_predecessor_fails_is_cancelled(workplace):
     """The chain of pipeline.sh: it does not wait for ever."""
     failing = workplace.launch(
-        "convert.sbatch", "--sbatch=--cpus-per-task=1", "--sbatch=--mem=1G", "--replace-options", "--", "inspect", "nowhere"
+        "convert.sbatch", "--sbatch=--cpus-per-task=1", "--sbatch=--mem=1G", "--replace-options", "--", "inspect", "data"
     )
     waiting = workplace.launch(
         "convert.sbatch", "--sbatch=--cpus-per-task=1", "--sbatch=--mem=1G", "--dependency", f"afterok:{failing}"

@@ -61,7 +61,7 @@ def test_a_script_as_it_stands_may_be_given_to_sbatch(workplace, losses_of_torch
     script = workplace.folder / "mine.sbatch"
     words = [*SMALL, "--checkpoint.dir", "run/checkpoints", "--logging.dir", "run", "--training.steps", str(NUM_STEPS)]
     text = (ROOT / "examples/slurm/train-cpu.sbatch").read_text()
-    script.write_text(text.replace("    --parallel.pipeline 2\n", "    --parallel.pipeline 2\n" + f"    {shlex.join(words)}\n"))
+    script.write_text(text.replace("\n)\n", f"\n    {shlex.join(words)}\n)\n"))
     output = workplace.folder / "console.out"
     options = ["--parsable", "--partition=main", "--cpus-per-task=1", f"--output={output}"]
     site = str(workplace.folder / "site.env")
@@ -141,7 +141,8 @@ def test_a_job_that_gets_nowhere_ends_with_the_status_of_its_last_attempt(workpl
 
 
 def test_what_the_trainer_refuses_ends_the_job_with_its_status(workplace):
+    """What only the job can see: a job that waits for others may find that they did not make its corpus."""
     (workplace.folder / "data" / "train.bin").unlink()
-    record = workplace.finish(job_id := workplace.train("run"))
+    record = workplace.finish(job_id := workplace.train("run", launch=("--dependency", "singleton")))
     assert (record["JobState"], record["ExitCode"], record["Restarts"]) == ("FAILED", "2:0", "0")
     assert "no file data/train.bin" in workplace.console(job_id)
