@@ -17,13 +17,13 @@ from megatron_dmtd.weights.megatron_names import Rule, rules
 from megatron_dmtd.weights.specs import TensorSpec, num_bytes_of
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: fields of the model that say how weights were made or used, not what they are
+#: fields of the model that describe how weights were made or used, not what they are
 _NOT_NUMBERS = ("family", "init_std", "max_position_embeddings")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueDifference:
-    """How far the numbers of one tensor differ."""
+    """How much the values of one tensor differ."""
 
     name: str
     num_elements: int
@@ -37,7 +37,7 @@ class ValueDifference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """All that two models differ in. Empty lists: they are the same model, bit for bit."""
+    """Everything in which two models differ. Empty lists: they are the same model, bit for bit."""
 
     settings: list[str]
     """Fields of the configurations, in words."""
@@ -89,12 +89,12 @@ def _differing_fields(section: str, first: object, second: object, *, skip: tupl
 
 def _differing_cycles(first: CycleConfig, second: CycleConfig) -> list[str]:
     if first.is_vanilla and second.is_vanilla:
-        return []  # its other fields mean nothing
+        return []  # its other fields have no meaning
     return _differing_fields("cycle", first, second)
 
 
 def _value_differences(first: Source, second: Source, names: set[str], dtype: torch.dtype | None) -> list[ValueDifference]:
-    """In the order of the first model. Rules of both with one own name give the same foreign names."""
+    """In the order of the first model. Rules with the same Megatron name give the same Hugging Face names in both."""
     theirs = {rule.megatron_name: rule for rule in rules(second.description.decoder)}
     found = []
     specs = first.hf_specs()

@@ -1,7 +1,7 @@
-"""The conversions that users ask for: a Hugging Face directory or GGUF file to a checkpoint, and a checkpoint to a directory.
+"""Conversions: a Hugging Face directory or GGUF file to a checkpoint, and a checkpoint to a directory.
 
-Each checks everything that headers and configurations can tell before it reads or writes a weight, and then moves one tensor
-after the other.
+Each checks everything that headers and configurations reveal before it reads or writes a weight, and then moves one tensor after
+the other.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from megatron_dmtd.weights.torch_dist import write_model_checkpoint
 def import_hf(path: str | Path, output: str | Path, *, cycle: CycleConfig | None = None) -> Source:
     """Make a checkpoint, to start training from, of a Qwen3, Llama or DMTD directory, or of a GGUF file.
 
-    `cycle`: the method that an ordinary decoder is to learn; None keeps what the directory says (`vanilla` for an ordinary one).
-    Returns what was made. Raises `ConversionError`, `ConfigError` or `DataError`, before anything is written, if the model cannot
-    be represented exactly, or the MASK of its cycles is an ordinary token.
+    `cycle`: the method that an ordinary decoder is to learn; None keeps that of the directory (`vanilla` for an ordinary one).
+    Returns the result. Raises `ConversionError`, `ConfigError` or `DataError`, before anything is written, if the model cannot be
+    represented exactly, or the MASK of its cycles is an ordinary token.
     """
     output = Path(output)
     refuse_used(output, error=ConversionError)
@@ -52,7 +52,7 @@ def import_hf(path: str | Path, output: str | Path, *, cycle: CycleConfig | None
 
 
 def _import(source: HFDirectory, output: Path, *, cycle: CycleConfig | None, tokenizer_home: Path) -> None:
-    """`tokenizer_home`: where the checkpoint is to look for its tokenizer; it is copied there if that is in the checkpoint."""
+    """`tokenizer_home`: the folder that the checkpoint names as its tokenizer's; if inside the checkpoint, it is copied there."""
     cycle = _cycle_of_import(source, cycle)
     validate_cycle(cycle, source.model)
     check_mask(cycle, source.directory)
@@ -78,8 +78,8 @@ def _cycle_of_import(source: HFDirectory, wanted: CycleConfig | None) -> CycleCo
         return source.cycle
     if not source.cycle.is_vanilla:
         raise ConversionError(
-            found=f"{source.directory} with cycles of its own ({source.cycle.variant}), and settings for other ones",
-            required="settings only for an ordinary decoder, which has none",
+            found=f"{source.directory}, which has cycles ({source.cycle.variant}), and settings for other cycles",
+            required="such settings only for an ordinary decoder, which has no cycles",
             remedy="import without them; training from these weights (checkpoint.init_from) may use any variant",
         )
     return wanted
@@ -106,7 +106,7 @@ def export_hf(
     shard_bytes: int = SHARD_BYTES,
     verify: bool = True,
 ) -> Source:
-    """Make a Hugging Face directory of a checkpoint, or of the newest one of a run. Returns what was made.
+    """Make a Hugging Face directory from a checkpoint, or from the newest one of a run. Returns the result.
 
     `as_vanilla`: as an ordinary Qwen3 or Llama decoder, whatever the checkpoint was trained as. `dtype`: None keeps the types.
     `verify`: compare the checkpoint's bytes with its checksums, the weights while the directory is built aside. Raises

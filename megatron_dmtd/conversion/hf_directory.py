@@ -1,6 +1,6 @@
 """Writes a Hugging Face model directory: weights, configuration, tokenizer, and for DMTD models the code of the model.
 
-The bytes follow from the arguments and from the code alone: whatever layout a checkpoint was trained in, its export is the same.
+The bytes depend only on the arguments and the code: whatever layout a checkpoint was trained in, its export is the same.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ def write_hf_directory(
     tokenizer_dir: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a model directory: whole, or not at all.
+    """Write a model directory, completely or not at all.
 
     Args:
         directory: The target; absent or empty.
-        fields: Of `config.json`. With a `model_type` of ours the code travels along.
-        specs: Every tensor, in the order in which they come.
-        tensors: The tensors, one after the other.
+        fields: Those of `config.json`. With our own `model_type`, the code is included.
+        specs: Every tensor, in order.
+        tensors: The tensors, in the same order.
         tokenizer_dir: Folder whose tokenizer and generation settings are copied.
         shard_bytes: Largest size of a weight file, in bytes; a single larger tensor still gets a file of its own.
 
     Raises:
-        ConversionError: The target is used, or the disk full.
+        ConversionError: The target is not empty, or the disk is full.
     """
     with_code = fields["model_type"] == DMTDQwen3Config.model_type
     generation = generation_settings(tokenizer_dir)
@@ -57,7 +57,7 @@ def write_hf_directory(
 
 
 def _stored_type(specs: Mapping[str, TensorSpec]) -> dict[str, str]:
-    """The type that a loader takes by default. Left out of mixed weights, where none is right."""
+    """The type that a loader uses by default. Omitted for mixed weights, for which no single one is right."""
     types = {spec.dtype for spec in specs.values()}
     return {"torch_dtype": str(types.pop()).removeprefix("torch.")} if len(types) == 1 else {}
 

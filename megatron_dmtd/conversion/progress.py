@@ -1,4 +1,4 @@
-"""How far a conversion has come, on terminals."""
+"""Progress of a conversion, on terminals."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from tqdm import tqdm
 
 from megatron_dmtd.weights.specs import TensorSpec, num_bytes_of
 
-#: seconds of work after which a terminal is shown how far it has come
+#: seconds of work after which progress is shown
 _PATIENCE_S = 2.0
 
 
 def byte_bar(work: str, num_bytes: int) -> tqdm:
-    """A bar over bytes, for a `with` block. None is drawn where no terminal would redraw it, or for what ends at once."""
+    """A bar over bytes, for a `with` block. Not drawn without a terminal, or for work that ends at once."""
     return tqdm(desc=work, total=num_bytes, unit="B", unit_scale=True, delay=_PATIENCE_S, disable=None)
 
 

@@ -1,6 +1,6 @@
 """A model to convert from or compare: a Hugging Face directory or a training checkpoint, behind one interface.
 
-Opening one accounts for every tensor. Of a Hugging Face directory it reads configurations and headers only; of a checkpoint,
+Opening one accounts for every tensor. For a Hugging Face directory this reads only configurations and headers; for a checkpoint,
 unless told otherwise, all bytes, to compare them with its checksums.
 """
 
@@ -32,7 +32,7 @@ from megatron_dmtd.weights.torch_dist import CheckpointTensors
 
 
 class Source(Protocol):
-    """What conversions ask of a model on disk."""
+    """What conversions require of a model on disk."""
 
     kind: str
     """Its format, in words."""
@@ -80,13 +80,13 @@ class HFDirectory:
             yield name, self._files.read(name)
 
     def megatron_specs(self) -> dict[str, TensorSpec]:
-        """Its tensors under our names."""
+        """Its tensors under Megatron's names."""
         return megatron_specs(self.description.decoder, self.stored)
 
     def megatron(self, megatron_name: str) -> torch.Tensor:
-        """One tensor under our name: the stored one where it is the same, else read part by part into its place.
+        """One tensor under Megatron's name: the stored one if it is the same, else read part by part into its place.
 
-        What was read holds until the second next one of the same shape: new memory for each layer costs more than the reading.
+        Its memory is reused for the second one after it of the same shape: new memory for each layer costs more than the reading.
         """
         rule = self._rules[megatron_name]
         if rule.megatron_shapes[0] == rule.hf[0][1]:
@@ -108,7 +108,7 @@ class Checkpoint:
     kind = "training checkpoint"
 
     def __init__(self, path: str | Path, *, verify: bool = True) -> None:
-        """`verify`: compare all bytes with the checkpoint's checksums first. An import may come without; a run's own may not.
+        """`verify`: first compare all bytes with the checkpoint's checksums. Only an import may be without checksums.
 
         Raises `CheckpointError` or `ConversionError` if there is none, a file is damaged, or not every tensor is accounted for.
         """
@@ -132,20 +132,20 @@ class Checkpoint:
         return rule.split(self.megatron(rule.megatron_name))
 
     def megatron(self, megatron_name: str) -> torch.Tensor:
-        """One tensor under our name."""
+        """One tensor under Megatron's names."""
         return self._tensors.read(megatron_name)
 
 
 class _GivenUpError(Exception):
-    """Nobody waits for the verdict any more: the work that needed it has failed."""
+    """The verdict is no longer needed: the work that needed it has failed."""
 
 
 @contextmanager
 def verified_beside(path: str | Path, *, verify: bool = True) -> Iterator[tuple[Checkpoint, Callable[[], None]]]:
     """A checkpoint whose weights are compared with its checksums while the block works with them.
 
-    Gives the checkpoint and a function that waits for the verdict, to be called before what was made of it may be seen: it raises
-    `CheckpointError` if a file is damaged. All but the weights is compared first. `verify`: see `Checkpoint`.
+    Gives the checkpoint and a function that waits for the verdict, to be called before the result becomes visible: it raises
+    `CheckpointError` if a file is damaged. Everything but the weights is compared first. `verify`: see `Checkpoint`.
     """
     directory = find_step_directory(path)
     if not (verify and must_be_verified(directory)):

@@ -1,5 +1,4 @@
-"""The weights of a Hugging Face directory, every tensor of which is accounted for: for converter, engine and live streams alike.
-
+"""The weights of a Hugging Face directory, with every tensor accounted for; used by converter, engine and live streams.
 Two kinds of tensors may be stored besides those of the decoder, if their numbers are right: the head of a tied model, which must
 be its embedding table, and rotary frequencies that older writers saved, which must be those of the configuration.
 """

@@ -1,7 +1,7 @@
 """How the tensors of a decoder in Megatron's form and in Hugging Face's map to each other: one table, read in both directions.
 
-Megatron's tensors are whole here (no tensor parallelism) and one per layer, under the names of its GPTModel. Both names and all
-shapes follow from `architecture.tensors`. Values are never changed, only placed: there and back is bitwise. Reads no files.
+Megatron's tensors are whole here (no tensor parallelism) and one per layer, under the names of its GPTModel. All names and shapes
+are derived from `architecture.tensors`. Values are moved, never changed: a round trip is bitwise exact. Reads no files.
 
 Shape legend: V vocabulary, X hidden size, G key/value heads, H query heads, D head width, R rows of whatever a matrix holds.
 """
@@ -25,7 +25,7 @@ from megatron_dmtd.weights.specs import FLOAT_TYPES, Shape, TensorSpec, spec_of
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
-#: what every layer has in Megatron's model begins so
+#: prefix of the tensors that every layer has in Megatron's model
 LAYERS = "decoder.layers."
 
 #: Part of a layer -> Megatron's module, where one part is one module.
@@ -43,7 +43,7 @@ _QKV, _GATE_AND_UP = "self_attention.linear_qkv", "mlp.linear_fc1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """One tensor of Megatron's and those of Hugging Face's that hold the same numbers."""
+    """One of Megatron's tensors, and those of Hugging Face's that hold the same values."""
 
     megatron_name: str
     megatron_shapes: tuple[Shape, ...]
@@ -51,8 +51,8 @@ class Rule:
     hf: tuple[tuple[str, Shape], ...]
     """Name and shape of each of Hugging Face's tensors."""
     parts: Callable[[torch.Tensor], Sequence[torch.Tensor]]
-    """Megatron's tensor to one view of it for each of Hugging Face's, which holds that one's numbers in order. Read in both
-    directions: an import fills the views, an export copies them out."""
+    """Gives one view of Megatron's tensor for each of Hugging Face's, with that one's values in order. Both directions use it: an
+    import fills the views, an export copies them out."""
 
     @property
     def is_of_a_layer(self) -> bool:
@@ -73,7 +73,7 @@ class Rule:
 
 
 def _vocabulary(megatron_name: str, hf_table: str, decoder: DecoderSpec) -> Rule:
-    """Zero rows fill the table up to its padded size; they are cut off again."""
+    """Zero rows fill the table up to its padded size; an export cuts them off."""
     padded, hidden = padded_vocab_size(decoder.vocab_size), decoder.hidden_size
     return Rule(
         megatron_name=megatron_name,
@@ -151,7 +151,7 @@ def _faults(expected: Mapping[str, tuple[Shape, ...]], found: Mapping[str, Tenso
 
 
 def _mixed_types(table: Sequence[Rule], found: Mapping[str, TensorSpec]) -> list[str]:
-    """Parts of one tensor of Megatron's that differ in type: joining them would change values."""
+    """Parts of one of Megatron's tensors that differ in type: joining them would change values."""
     faults = []
     for rule in table:
         types = {str(found[name].dtype) for name, _ in rule.hf if name in found}

@@ -1,7 +1,7 @@
-"""Reading, writing and flushing at once: what lets a conversion keep up with a copy of the files.
+"""Concurrent reading, writing and flushing, which makes a conversion about as fast as copying the files.
 
-Knows nothing of tensors. One item is read ahead of the one that is being written, no more, so that memory stays bounded; and the
-disk is told to begin with what has been written, instead of waiting for all of it at the end.
+Knows nothing of tensors. Only one item is read ahead of the one being written, so memory stays bounded; and what has been written
+is flushed continuously instead of all at the end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from megatron_dmtd.infra.files import flush
 
-#: bytes handed to the system at once, and written before the disk is told to begin with them
+#: bytes passed to the system at once, and bytes after which a flush is started
 _PIECE_BYTES, _FLUSHED_BYTES = 2**25, 2**27
 
 Key = TypeVar("Key")
@@ -23,7 +23,7 @@ Value = TypeVar("Value")
 
 
 def read_ahead(keys: Iterable[Key], read: Callable[[Key], Value]) -> Iterator[tuple[Key, Value]]:
-    """`(key, read(key))` in order; the next one is read by a thread while the caller works on the last. Errors pass through."""
+    """`(key, read(key))` in order; a thread reads the next one while the caller works on the current one. Errors pass through."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         waiting: tuple[Key, Future[Value]] | None = None
         for key in keys:
@@ -36,7 +36,7 @@ def read_ahead(keys: Iterable[Key], read: Callable[[Key], Value]) -> Iterator[tu
 
 
 class Flusher:
-    """Flushes files to the disk in a thread. Leaving the block waits for all of them, and raises what a flush raised."""
+    """Flushes files to the disk in a thread. Leaving the block waits for all flushes, and raises what any of them raised."""
 
     def __enter__(self) -> Flusher:
         self._thread = ThreadPoolExecutor(max_workers=1)
@@ -55,9 +55,9 @@ class Flusher:
 
 
 class SteadyFile(io.RawIOBase):
-    """A new file, written in pieces, whose flushing begins long before it ends, also in the middle of one large tensor.
+    """A new file that is flushed in pieces while it is being written, even in the middle of one large tensor.
 
-    Left to itself the system piles up what is written, and the disk stands idle until the last flush.
+    Otherwise the system would collect what is written, and the disk would be idle until the final flush.
     """
 
     def __init__(self, path: Path, flusher: Flusher) -> None:

@@ -1,6 +1,6 @@
-"""The weights of a model that lives on several ranks, as one stream: what a running training hands to an engine.
+"""The weights of a model that is spread over several ranks, as one stream: what a running training passes to an engine.
 
-Every rank of the model calls `stream_ranks` and walks through it in step with the others, for each tensor is gathered from the
+Every rank of the model calls `stream_ranks` and iterates over it together with the others: each tensor is gathered from the
 tensor-parallel ranks of the stage that holds it and sent to the other stages. Every rank sees the whole stream; memory grows by
 one whole tensor.
 """
@@ -18,7 +18,7 @@ from megatron_dmtd.weights.megatron_names import rules
 from megatron_dmtd.weights.specs import TensorSpec
 from megatron_dmtd.weights.streams import WeightStream
 
-#: Megatron splits gate and up halves each by itself.
+#: Megatron splits the gate and up halves separately.
 _HALVES = ("linear_fc1.weight", "linear_fc1.bias")
 
 
@@ -53,7 +53,7 @@ def _owners(local: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, TensorSpe
 
 
 def _split_dim(parameter: torch.Tensor) -> int | None:
-    """The dimension that tensor-parallel ranks share out; None if each holds the whole tensor."""
+    """The dimension along which tensor-parallel ranks split a parameter; None if each holds the whole tensor."""
     return int(parameter.partition_dim) if getattr(parameter, "tensor_model_parallel", False) else None  # type: ignore[attr-defined]
 
 

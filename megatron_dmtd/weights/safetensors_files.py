@@ -1,7 +1,7 @@
 """Safetensors files of a model directory, one or indexed shards: read and written tensor by tensor. Knows no model.
 
-A file is never mapped into memory as a whole: mapped pages count as memory of the process until the map is gone, and a reader who
-walks through a large model would seem, to a scheduler, to hold all of it. One tensor at a time may be.
+A file is never mapped into memory as a whole: mapped pages count as memory of the process until they are unmapped, so to a
+scheduler a reader of a large model would seem to hold all of it. Single tensors may be mapped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _COMPARED_BYTES = 2**24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Place:
-    """Where a tensor lies."""
+    """Where a tensor is stored."""
 
     path: Path
     offset: int
@@ -58,7 +58,7 @@ def _refusal(found: str) -> ConversionError:
 
 
 def map_tensor(path: Path, offset: int, spec: TensorSpec) -> torch.Tensor:
-    """The tensor whose numbers lie at `offset` of a file. Writing to it changes memory, never the file."""
+    """The tensor stored at `offset` of a file. Writing to it changes memory, never the file."""
     numbers = numpy.memmap(path, mode="c", dtype=numpy.uint8, offset=offset, shape=(num_bytes_of(spec),))
     return torch.from_numpy(numbers).view(spec.dtype).reshape(spec.shape)
 
@@ -67,7 +67,7 @@ class WeightFiles:
     """The tensors of a model directory. Opening reads headers only, and checks them, the files' sizes and the index."""
 
     def __init__(self, directory: str | Path) -> None:
-        """Raises one `ConversionError` for all files that are missing or cut, and for an index that is wrong."""
+        """Raises one `ConversionError` for all missing or truncated files and for a wrong index."""
         self.directory = Path(directory)
         self._places = _all_places(self.directory)
         self.specs: dict[str, TensorSpec] = {name: place.spec for name, place in self._places.items()}
@@ -81,12 +81,12 @@ class WeightFiles:
         return tensor
 
     def mapped(self, name: str) -> torch.Tensor:
-        """One tensor, as it is stored, mapped into memory for as long as it is used: nothing is copied."""
+        """One tensor, as it is stored, mapped into memory while it is used: nothing is copied."""
         place = self._places[name]
         return map_tensor(place.path, place.offset, place.spec)
 
     def read_into(self, name: str, target: torch.Tensor) -> None:
-        """Read one tensor into a tensor, or a view of one, of as many numbers and the same type."""
+        """Read one tensor into a tensor, or a view of one, with the same number of elements and the same type."""
         place = self._places[name]
         assert target.dtype == place.spec.dtype and target.numel() == math.prod(place.spec.shape), (name, target.shape)
         if not target.is_contiguous():
@@ -168,7 +168,7 @@ def _weight_paths(directory: Path) -> list[Path]:
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header's entries, and where the data begins. Raises `ValueError` if the file is none of this format."""
+    """The header's entries, and where the data begins. Raises `ValueError` if the file is not of this format."""
     with open(path, "rb") as file:
         start = file.read(8)
         size = int.from_bytes(start, "little")
@@ -225,7 +225,7 @@ def _all_places(directory: Path) -> dict[str, _Place]:
 
 
 def _contradictions(directory: Path, by_file: Mapping[Path, Mapping[str, _Place]]) -> list[str]:
-    """What the files say against each other and against the index."""
+    """Contradictions between the files and the index."""
     counts = Counter(name for places in by_file.values() for name in places)
     faults = [f"{name} is in {count} files" for name, count in counts.items() if count > 1]
     if (directory / INDEX_FILE).is_file():
@@ -245,8 +245,8 @@ def write_weights(
 ) -> None:
     """Write tensors, one after the other, into files of at most `shard_bytes`, with an index if there is more than one.
 
-    `specs` states every tensor beforehand; `tensors` come in the same order. The bytes follow from the arguments alone. A single
-    larger tensor gets a file of its own.
+    `specs` lists every tensor in advance; `tensors` are in the same order. The bytes depend only on the arguments. A larger
+    tensor gets a file of its own.
     """
     shards = _shards(specs, shard_bytes)
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]

@@ -3,12 +3,12 @@
 A checkpoint (see `training/checkpoints/paths.py`) is a `torch_dist` directory: PyTorch's distributed format with Megatron's
 `common.pt` and `metadata.json`, written last; next to it is `config.yaml`, the whole configuration.
 
-In the files the tensors of all layers are one tensor, `decoder.layers.<name>` with the layers as first axis, stored in as many
-pieces as ranks wrote; here they are apart, `decoder.layers.<i>.<name>`, and read and written one at a time. Optimizer state and
-objects other than tensors are left alone.
+In the files the tensors of all layers form one tensor, `decoder.layers.<name>`, with the layers as first axis, stored in as many
+pieces as ranks wrote. Here they are separate, `decoder.layers.<i>.<name>`, and are read and written one at a time. Optimizer
+state and objects other than tensors are ignored.
 
-What is written gets checksums (`infra/checksums.py`). Reading does not look at them: whoever opens a checkpoint for a user
-verifies it first (`sources.py`), since the format itself does not notice damage inside a tensor's bytes.
+Written checkpoints get checksums (`infra/checksums.py`). Reading does not check them: whatever opens a checkpoint for a user
+verifies it first (`conversion/sources.py`), since the format itself does not detect damage inside a tensor's bytes.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _METADATA = {
 }
 #: optimizer state, also that of chained optimizers
 _NOT_MODEL = re.compile(r"(chained_\d+\.)?optimizer\.")
-#: what torch raises for absent, cut or scrambled files
+#: what torch raises for absent, truncated or corrupt files
 _READ_ERRORS = (OSError, EOFError, pickle.UnpicklingError, RuntimeError, ValueError, KeyError, AttributeError)
 
 
@@ -162,7 +162,7 @@ class CheckpointTensors:
         return whole
 
     def _read_piece(self, item: ReadItem) -> torch.Tensor:
-        """What one rank stored of a tensor, or the part of it that is wanted."""
+        """What one rank stored of a tensor, or the requested part of it."""
         place = self._metadata.storage_data[item.storage_index]
         if getattr(place, "transform_descriptors", None):
             raise ValueError(f"{place.relative_path} is stored by a transformation ({place.transform_descriptors})")
@@ -171,9 +171,9 @@ class CheckpointTensors:
 
 
 def _mapped(path: Path, offset: int, length: int) -> torch.Tensor:
-    """The tensor that `torch.save` wrote at `offset` of a file, mapped into memory for as long as it is used.
+    """The tensor that `torch.save` wrote at `offset` of a file, mapped into memory while it is used.
 
-    Nothing is copied, and no new memory is filled: reading through a buffer, an export took 1.7 times as long (docs/log.md).
+    Nothing is copied: with reads through a buffer an export took 1.7 times as long (docs/log.md).
     """
     with open(path, "rb") as file:
         view = cast(IO[bytes], _create_file_view(file, offset, length))
@@ -215,11 +215,11 @@ def _extra_state_keys(num_layers: int) -> list[str]:
 
 
 class _Stored:
-    """The entries of a checkpoint in the making: what is written, in files of one layer each, and the metadata of it all."""
+    """The entries of a checkpoint that is being made: what is written, in one file per layer, and the metadata of the whole."""
 
     def __init__(self, specs: Mapping[str, TensorSpec], *, num_layers: int) -> None:
         self.names: dict[MetadataIndex, str] = {}
-        """The own name of each piece."""
+        """Megatron's name of each piece."""
         self.entries: dict[str, Any] = {key: BytesStorageMetadata() for key in _extra_state_keys(num_layers)}
         objects = [WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO) for key in self.entries]
         by_file: dict[str, list[WriteItem]] = {"objects": objects}
@@ -245,7 +245,7 @@ class _Stored:
 
 
 class _SteadyFileSystem(FileSystem):
-    """Where torch's writer writes."""
+    """Storage for torch's writer."""
 
     def __init__(self, flusher: Flusher) -> None:
         self._flusher = flusher
@@ -258,7 +258,7 @@ class _SteadyFileSystem(FileSystem):
 
 
 class _InTurn(DefaultSavePlanner):
-    """Hands out the tensors as they come, in the order of the write items."""
+    """Gives the tensors as they arrive, in the order of the write items."""
 
     def __init__(self, stored: _Stored, tensors: Iterator[tuple[str, torch.Tensor]], specs: Mapping[str, TensorSpec]) -> None:
         super().__init__()
@@ -288,12 +288,12 @@ def write_model_checkpoint(
     """Write whole model tensors as a checkpoint from which training can start (`checkpoint.init_from`), but not resume.
 
     Args:
-        directory: Appears complete or not at all.
+        directory: Complete or absent afterwards.
         specs: Every tensor, by its name in a whole model.
-        read: Gives a tensor when its turn comes. A thread calls it, for one tensor ahead of the one that is written; a tensor
-            is done with when the second next is asked for.
+        read: Gives a tensor by its name. It is called by a thread, for the tensor after the one being written. A tensor is no
+            longer used once the second one after it is requested.
         config: Saved with the checkpoint.
-        tokenizer: Files of a tokenizer that has no other home: they are copied into the folder `tokenizer`.
+        tokenizer: Files of a tokenizer that exists nowhere else; they are copied into the folder `tokenizer`.
 
     Raises:
         ConversionError: The tensors are not exactly those of `config.model`, the folder is used, or the disk full.
@@ -316,8 +316,8 @@ def write_model_checkpoint(
 def _write_tensors(
     directory: Path, stored: _Stored, read: Callable[[str], torch.Tensor], specs: Mapping[str, TensorSpec]
 ) -> dict[str, str]:
-    """The distributed files, by torch's own writer, as if each layer came from a rank of its own. Their digests, by name."""
-    # Files are flushed while they are being written. Copying ahead would, where there is a GPU, take tensors out of their turn.
+    """Write the distributed files with torch's own writer, as if each layer came from its own rank. Their digests, by name."""
+    # Files are flushed while they are being written. Copying ahead would take tensors out of order where there is a GPU.
     writer = dcp.FileSystemWriter(directory, sync_files=False, per_thread_copy_ahead=0)
     writer.set_up_storage_writer(is_coordinator=True)
     plans = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in stored.plans])

@@ -39,13 +39,13 @@ CASES = list(itertools.product([torch.float32, torch.bfloat16], [True, False], [
 @pytest.mark.parametrize(("dtype", "tied", "qk_norm"), CASES)
 def test_there_and_back_is_bitwise(dtype, tied, qk_norm):
     model = decoder(tie_word_embeddings=tied, qk_norm=qk_norm)
-    foreign = hf_tensors(model, dtype)
-    own = from_hf(model, foreign)
-    back = to_hf(model, own)
-    assert list(back) == list(foreign)
-    assert all(same_bits(back[name], foreign[name]) for name in foreign)
+    hf = hf_tensors(model, dtype)
+    megatron = from_hf(model, hf)
+    back = to_hf(model, megatron)
+    assert list(back) == list(hf)
+    assert all(same_bits(back[name], hf[name]) for name in hf)
     again = from_hf(model, back)
-    assert all(same_bits(again[name], own[name]) for name in own)
+    assert all(same_bits(again[name], megatron[name]) for name in megatron)
 
 
 def test_names_on_this_side_are_those_of_megatron():
@@ -86,51 +86,51 @@ def test_foreign_names_are_those_of_transformers():
 def test_each_group_of_query_heads_stands_with_its_key_and_value():
     # 4 query heads, 2 groups, head width 2, one column: rows are numbered by what they are
     model = decoder(num_layers=1, hidden_size=1, head_dim=2, qk_norm=False)
-    foreign = hf_tensors(model)
+    hf = hf_tensors(model)
     prefix = "model.layers.0.self_attn"
-    foreign[f"{prefix}.q_proj.weight"] = torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0], [5.0], [6.0], [7.0]])
-    foreign[f"{prefix}.k_proj.weight"] = torch.tensor([[10.0], [11.0], [12.0], [13.0]])
-    foreign[f"{prefix}.v_proj.weight"] = torch.tensor([[20.0], [21.0], [22.0], [23.0]])
-    own = from_hf(model, foreign)["decoder.layers.0.self_attention.linear_qkv.weight"]
-    assert own.flatten().tolist() == [0, 1, 2, 3, 10, 11, 20, 21, 4, 5, 6, 7, 12, 13, 22, 23]
+    hf[f"{prefix}.q_proj.weight"] = torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0], [5.0], [6.0], [7.0]])
+    hf[f"{prefix}.k_proj.weight"] = torch.tensor([[10.0], [11.0], [12.0], [13.0]])
+    hf[f"{prefix}.v_proj.weight"] = torch.tensor([[20.0], [21.0], [22.0], [23.0]])
+    megatron = from_hf(model, hf)["decoder.layers.0.self_attention.linear_qkv.weight"]
+    assert megatron.flatten().tolist() == [0, 1, 2, 3, 10, 11, 20, 21, 4, 5, 6, 7, 12, 13, 22, 23]
 
 
 def test_gate_comes_before_up():
     model = decoder(num_layers=1)
-    foreign = hf_tensors(model)
-    own = from_hf(model, foreign)["decoder.layers.0.mlp.linear_fc1.weight"]
-    assert torch.equal(own[:12], foreign["model.layers.0.mlp.gate_proj.weight"])
-    assert torch.equal(own[12:], foreign["model.layers.0.mlp.up_proj.weight"])
+    hf = hf_tensors(model)
+    megatron = from_hf(model, hf)["decoder.layers.0.mlp.linear_fc1.weight"]
+    assert torch.equal(megatron[:12], hf["model.layers.0.mlp.gate_proj.weight"])
+    assert torch.equal(megatron[12:], hf["model.layers.0.mlp.up_proj.weight"])
 
 
 def test_padded_rows_are_zero_and_cut_off_again():
     model = decoder(tie_word_embeddings=False)
-    own = from_hf(model, hf_tensors(model))
+    megatron = from_hf(model, hf_tensors(model))
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        assert own[name].shape == (128, 8)
-        assert not own[name][100:].any() and own[name][:100].any()
-        own[name][100:] = 7.0
-    assert to_hf(model, own)["lm_head.weight"].shape == (100, 8)
+        assert megatron[name].shape == (128, 8)
+        assert not megatron[name][100:].any() and megatron[name][:100].any()
+        megatron[name][100:] = 7.0
+    assert to_hf(model, megatron)["lm_head.weight"].shape == (100, 8)
 
 
 def test_an_unpadded_table_is_accepted_on_the_way_out():
     model = decoder()
-    foreign = hf_tensors(model)
-    own = from_hf(model, foreign)
-    own["embedding.word_embeddings.weight"] = own["embedding.word_embeddings.weight"][:100]
-    assert torch.equal(to_hf(model, own)["model.embed_tokens.weight"], foreign["model.embed_tokens.weight"])
+    hf = hf_tensors(model)
+    megatron = from_hf(model, hf)
+    megatron["embedding.word_embeddings.weight"] = megatron["embedding.word_embeddings.weight"][:100]
+    assert torch.equal(to_hf(model, megatron)["model.embed_tokens.weight"], hf["model.embed_tokens.weight"])
 
 
 def test_all_faults_of_an_import_are_in_one_error():
     model = decoder()
-    foreign = hf_tensors(model)
-    del foreign["model.norm.weight"]
-    foreign["model.layers.2.input_layernorm.weight"] = torch.zeros(8)
-    foreign["model.layers.0.mlp.down_proj.weight"] = torch.zeros(8, 11)
-    foreign["model.layers.1.self_attn.o_proj.weight"] = torch.zeros(8, 24, dtype=torch.int8)
-    foreign["model.layers.1.mlp.up_proj.weight"] = torch.zeros(12, 8, dtype=torch.bfloat16)
+    hf = hf_tensors(model)
+    del hf["model.norm.weight"]
+    hf["model.layers.2.input_layernorm.weight"] = torch.zeros(8)
+    hf["model.layers.0.mlp.down_proj.weight"] = torch.zeros(8, 11)
+    hf["model.layers.1.self_attn.o_proj.weight"] = torch.zeros(8, 24, dtype=torch.int8)
+    hf["model.layers.1.mlp.up_proj.weight"] = torch.zeros(12, 8, dtype=torch.bfloat16)
     with pytest.raises(ConversionError) as caught:
-        from_hf(model, foreign)
+        from_hf(model, hf)
     first, *faults = caught.value.found.splitlines()
     assert first == "5 fault(s):"
     assert sorted(faults) == [
@@ -145,12 +145,12 @@ def test_all_faults_of_an_import_are_in_one_error():
 
 def test_all_faults_of_an_export_are_in_one_error():
     model = decoder()
-    own = from_hf(model, hf_tensors(model))
-    del own["decoder.layers.1.mlp.linear_fc2.weight"]
-    own["output_layer.weight"] = torch.zeros(128, 8)
-    own["embedding.word_embeddings.weight"] = torch.zeros(112, 8)
+    megatron = from_hf(model, hf_tensors(model))
+    del megatron["decoder.layers.1.mlp.linear_fc2.weight"]
+    megatron["output_layer.weight"] = torch.zeros(128, 8)
+    megatron["embedding.word_embeddings.weight"] = torch.zeros(112, 8)
     with pytest.raises(ConversionError) as caught:
-        to_hf(model, own)
+        to_hf(model, megatron)
     assert caught.value.found.splitlines() == [
         "3 fault(s):",
         "  missing: decoder.layers.1.mlp.linear_fc2.weight [8, 12]",
@@ -169,9 +169,9 @@ def test_q_and_k_norms_are_neither_dropped_nor_invented():
 
 def test_a_tied_head_may_be_stored_twice_but_not_differ():
     model = decoder()
-    foreign = hf_tensors(model)
-    foreign["lm_head.weight"] = foreign["model.embed_tokens.weight"].clone()
-    assert "output_layer.weight" not in from_hf(model, foreign)
-    foreign["lm_head.weight"][99, 7] += 1
+    hf = hf_tensors(model)
+    hf["lm_head.weight"] = hf["model.embed_tokens.weight"].clone()
+    assert "output_layer.weight" not in from_hf(model, hf)
+    hf["lm_head.weight"][99, 7] += 1
     with pytest.raises(ConversionError, match=r"lm_head\.weight differs"):
-        from_hf(model, foreign)
+        from_hf(model, hf)
