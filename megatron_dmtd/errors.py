@@ -5,7 +5,16 @@ Broken invariants of this library are `assert`s with values, not these.
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import KW_ONLY, dataclass
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 100
+
+
+def shown(value: object) -> str:
+    """A value in a message: its `repr`, cut short, since users may give anything."""
+    return _REPR.repr(value)
 
 
 class DMTDError(Exception):

@@ -14,6 +14,7 @@ seconds. If the engine fails, the server exits with status 1, for a supervisor t
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 import socket
 import sys
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dmtd.errors import ConfigError, DMTDError, Refusal
-from megatron_dmtd.inference import EngineConfig
+from megatron_dmtd.inference import EngineConfig, SamplingParams
 from megatron_dmtd.inference.config import require_directory
 from megatron_dmtd.infra.json_files import read_object
 
@@ -29,6 +30,8 @@ from megatron_dmtd.infra.json_files import read_object
 _GENERATION_FILE = "generation_config.json"
 _NO_SETTINGS = Refusal(ConfigError, required="a JSON object", remedy="export or download the model again, or remove the file")
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+#: None of these fields depends on the size of a vocabulary.
+_LARGEST_VOCABULARY = 2**31
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -45,6 +48,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-batch", type=int, default=8, help="sequences to decode at once (default: %(default)s)")
     parser.add_argument(
         "--max-waiting", type=int, default=256, help="sequences that may wait; more get status 429 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-body-mib",
+        type=float,
+        help="largest body of a request; larger ones get status 413 (default: 1, or 16 bytes per token of --max-length)",
     )
     parser.add_argument("--max-length", type=int, help="maximum tokens of a prompt plus its output (default: the model's own)")
     parser.add_argument("--cache-gib", type=float, default=2.0, help="memory for keys and values, in GiB (default: %(default)s)")
@@ -95,6 +103,19 @@ def api_key(path: Path | None) -> str | None:
     return key
 
 
+def check_numbers(options: argparse.Namespace) -> None:
+    """Accept the numbers of the command line, or raise `ConfigError` before anything is loaded."""
+    for name, is_fine, required in (
+        ("max_waiting", options.max_waiting >= 0, "at least 0"),
+        ("grace", options.grace >= 0, "at least 0"),
+        ("cache_gib", 0 < options.cache_gib < math.inf, "a finite number above 0"),
+        ("max_body_mib", options.max_body_mib is None or 0 < options.max_body_mib < math.inf, "a finite number above 0"),
+    ):
+        if not is_fine:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(found=f"{option} {getattr(options, name)}", required=required, remedy=f"change {option}")
+
+
 def sampling_defaults(directory: Path) -> dict[str, float]:
     """Sampling defaults for requests that give none: the model's own, or else OpenAI's temperature of 1."""
     path = directory / _GENERATION_FILE
@@ -102,7 +123,12 @@ def sampling_defaults(directory: Path) -> dict[str, float]:
     found = {name: fields[name] for name in _SAMPLING_FIELDS if fields.get(name) is not None}
     if fields.get("do_sample") is False:
         found = {name: value for name, value in found.items() if name == "repetition_penalty"}
-    return {"temperature": 1.0} | found
+    defaults = {"temperature": 1.0} | found
+    try:
+        SamplingParams(**defaults).check(_LARGEST_VOCABULARY)
+    except ConfigError as error:
+        raise ConfigError(found=f"{path}: {error.found}", required=error.required, remedy="correct the file") from error
+    return defaults
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:
@@ -123,15 +149,15 @@ def check_inputs(argv: Sequence[str], *, come_later: bool) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until told to stop."""
+    check_numbers(options)
     key, listening = api_key(options.api_key_file), bound_socket(options.host, options.port)
     settings_of_engine = engine_config(options)
     require_directory(options.model)
     # torch and transformers take seconds, which help and refusals need not wait for
-    import uvicorn
-
     from megatron_dmtd.inference import Engine
     from megatron_dmtd.inference.text import load_tokenizer
     from megatron_dmtd.serving.app import ServerConfig, make_app
+    from megatron_dmtd.serving.server import Server
     from megatron_dmtd.serving.worker import Worker
 
     tokenizer, defaults = load_tokenizer(options.model), sampling_defaults(options.model)
@@ -145,19 +171,15 @@ def run(options: argparse.Namespace) -> int:
     )
     engine.tokenizer = tokenizer  # read once, and before the weights
     name = options.model_name or options.model.resolve().name
-    config = ServerConfig(model_name=name, api_key=key, defaults=defaults)
+    max_body_bytes = None if options.max_body_mib is None else int(options.max_body_mib * 2**20)
+    config = ServerConfig(model_name=name, api_key=key, defaults=defaults, max_body_bytes=max_body_bytes)
 
     def end() -> None:
         server.should_exit = True
 
     worker = Worker(engine, max_waiting=options.max_waiting, on_fault=end)
-    settings = uvicorn.Config(
-        make_app(worker, config),
-        log_level="info" if options.access_log else "warning",
-        access_log=options.access_log,
-        timeout_graceful_shutdown=options.grace,
-    )
-    server = uvicorn.Server(settings)
+    server = Server(make_app(worker, config), worker, grace_s=options.grace, access_log=options.access_log)
+    listening.listen()  # whoever reads the address may connect at once
     host, port = listening.getsockname()[:2]
     kernels = f", torch kernels: {engine.kernel_note}" if engine.kernel_note else ""
     print(

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Iterable
 
 from megatron_dmtd.errors import ConfigError, DataError
-from megatron_dmtd.inference.sampling_params import SamplingParams
+from megatron_dmtd.inference.sampling_params import ParameterError, SamplingParams
 
 
 def check_params(params: object, vocab_size: int) -> None:
@@ -28,11 +28,18 @@ def check_length_cap(max_new_tokens: object, params: SamplingParams) -> None:
     """Accept the length cap of an output, or raise `ConfigError`."""
     if not isinstance(max_new_tokens, numbers.Integral) or max_new_tokens < (params.prompt_logprobs is None):
         required = "an integer of at least 1, or 0 for the log probabilities of a prompt"
-        raise ConfigError(found=f"max_new_tokens={max_new_tokens!r}", required=required, remedy="change max_new_tokens")
+        raise ParameterError("max_new_tokens", max_new_tokens, required)
 
 
 def checked_prompt(prompt_ids: object, max_new_tokens: int, *, vocab_size: int, max_length: int) -> list[int]:
     """The prompt as a list. Raises `DataError` if it is no list of ids, empty, or too long, or has unknown ids."""
+    prompt = checked_ids(prompt_ids, vocab_size)
+    check_length(len(prompt), max_new_tokens, max_length)
+    return prompt
+
+
+def checked_ids(prompt_ids: object, vocab_size: int) -> list[int]:
+    """The prompt as a list. Raises `DataError` if it is no list of ids, or empty, or has unknown ids."""
     prompt = token_ids_of(prompt_ids)
     if not prompt:
         raise DataError(found="an empty prompt", required="at least one token", remedy="start with a token, such as bos")
@@ -43,13 +50,17 @@ def checked_prompt(prompt_ids: object, max_new_tokens: int, *, vocab_size: int, 
             required=f"ids from 0 to {vocab_size - 1}",
             remedy="tokenize with the model's own tokenizer",
         )
-    if len(prompt) + max_new_tokens > max_length:
+    return prompt
+
+
+def check_length(prompt_length: int, max_new_tokens: int, max_length: int, *, name: str = "max_new_tokens") -> None:
+    """Accept a prompt and its output, or raise `DataError`. `name`: what the caller knows the output's length cap by."""
+    if prompt_length + max_new_tokens > max_length:
         raise DataError(
-            found=f"a prompt of {len(prompt)} tokens and max_new_tokens={max_new_tokens}",
+            found=f"a prompt of {prompt_length} tokens and {name}={max_new_tokens}",
             required=f"at most {max_length} tokens together",
             remedy="shorten them, or raise max_length or cache_tokens of the engine",
         )
-    return prompt
 
 
 def token_ids_of(prompt_ids: object) -> list[int]:

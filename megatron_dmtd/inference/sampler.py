@@ -18,6 +18,8 @@ import torch
 from megatron_dmtd.inference.sampling_params import SamplingParams
 
 _MASK64 = (1 << 64) - 1
+#: Logits divided by a temperature below this may overflow; it is then so small that sampling is greedy.
+_TINY_TEMPERATURE = 1e-20
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,11 @@ def choose(
     """
     logits_V = logits_V.to(torch.promote_types(logits_V.dtype, torch.float32))
     adjusted_V = _adjusted(logits_V, params, tokens, prompt_length)
-    if params.temperature == 0:
+    scaled_V = None if params.temperature == 0 else adjusted_V / params.temperature
+    if scaled_V is None or (params.temperature < _TINY_TEMPERATURE and not bool(scaled_V.max().isfinite())):
         token_id = int(adjusted_V.argmax())
     else:
-        probability_V = truncated(adjusted_V / params.temperature, params).double().softmax(-1)
+        probability_V = truncated(scaled_V, params).double().softmax(-1)
         token_id = _drawn(probability_V, uniform(params.seed, sample, len(tokens) - prompt_length))
     if params.logprobs is None:
         return Choice(token_id)
@@ -70,8 +73,10 @@ def _adjusted(logits_V: torch.Tensor, params: SamplingParams, tokens: Sequence[i
     if not params.logit_bias and params.repetition_penalty == 1 and not counts_matter:
         return logits_V
     logits_V = logits_V.clone()
-    for token, bias in params.logit_bias.items():
-        logits_V[token] += bias
+    if params.logit_bias:
+        biased = torch.tensor(list(params.logit_bias), device=logits_V.device)
+        bias = torch.tensor(list(params.logit_bias.values()), dtype=logits_V.dtype, device=logits_V.device)
+        logits_V[biased] += bias
     if params.repetition_penalty != 1:
         seen = torch.tensor(sorted(set(tokens)), device=logits_V.device)
         score = logits_V[seen]

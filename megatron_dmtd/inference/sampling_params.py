@@ -7,7 +7,22 @@ import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from megatron_dmtd.errors import ConfigError
+from megatron_dmtd.errors import ConfigError, shown
+
+#: No use has larger numbers; products and quotients of them stay finite in fp32.
+_LARGEST = 1e9
+
+
+class ParameterError(ConfigError):
+    """A value of one parameter that is impossible."""
+
+    def __init__(self, name: str, value: object, required: str) -> None:
+        self.name, self.value = name, value
+        super().__init__(found=f"{name}={shown(value)}", required=required, remedy=f"change {name}")
+
+    def renamed(self, name: str) -> ParameterError:
+        """The same, where the parameter goes by another name."""
+        return ParameterError(name, self.value, self.required)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +46,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to logits, by token id; -inf forbids a token."""
     seed: int = 0
-    """Of the random numbers."""
+    """Random seed: the same seed gives the same output."""
     n: int = 1
     """Independent samples of the prompt."""
     logprobs: int | None = None
@@ -50,17 +65,18 @@ class SamplingParams:
     def check(self, vocab_size: int) -> None:
         """Accept the values, or raise `ConfigError` naming the first that is impossible."""
         self._check_types()
-        in_vocabulary = f"ids from 0 to {vocab_size - 1}"
+        in_vocabulary, in_range = f"ids from 0 to {vocab_size - 1}", f"a number from {-_LARGEST:g} to {_LARGEST:g}"
         checks = (
-            ("temperature", 0 <= self.temperature < math.inf, "a finite number, at least 0"),
+            ("temperature", 0 <= self.temperature <= _LARGEST, f"a number from 0 to {_LARGEST:g}"),
             ("top_k", self.top_k >= 0, "at least 0"),
             ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a finite number above 0"),
-            ("presence_penalty", math.isfinite(self.presence_penalty), "a finite number"),
-            ("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number"),
+            ("repetition_penalty", 1 / _LARGEST <= self.repetition_penalty <= _LARGEST, f"above 0, at most {_LARGEST:g}"),
+            ("presence_penalty", abs(self.presence_penalty) <= _LARGEST, in_range),
+            ("frequency_penalty", abs(self.frequency_penalty) <= _LARGEST, in_range),
             ("logit_bias", all(0 <= token < vocab_size for token in self.logit_bias), in_vocabulary),
-            ("logit_bias", all(bias < math.inf for bias in self.logit_bias.values()), "numbers below infinity"),
+            ("logit_bias", all(_is_possible_bias(bias) for bias in self.logit_bias.values()), f"-inf, or {in_range}"),
+            ("logit_bias", not self._forbids_everything(vocab_size), "at least one token that is not forbidden"),
             ("n", self.n >= 1, "at least 1"),
             *(
                 (name, value is None or 0 <= value <= vocab_size, f"from 0 to {vocab_size}")
@@ -71,13 +87,16 @@ class SamplingParams:
         )
         for name, is_fine, required in checks:
             if not is_fine:
-                raise ConfigError(found=f"{name}={getattr(self, name)!r}", required=required, remedy=f"change {name}")
+                raise ParameterError(name, getattr(self, name), required)
+
+    def _forbids_everything(self, vocab_size: int) -> bool:
+        return len(self.logit_bias) == vocab_size and all(bias == -math.inf for bias in self.logit_bias.values())
 
     def _check_types(self) -> None:
         """Refuse by name what would break a step in which other requests take part, or be read as something else."""
         for name, is_right, required in _TYPES:
             if not is_right(getattr(self, name)):
-                raise ConfigError(found=f"{name}={getattr(self, name)!r}", required=required, remedy=f"change {name}")
+                raise ParameterError(name, getattr(self, name), required)
 
     @property
     def is_plain_greedy(self) -> bool:
@@ -102,6 +121,10 @@ def _is_number(value: object) -> bool:
 
 def _is_bias(value: object) -> bool:
     return isinstance(value, Mapping) and all(_is_integer(token) and _is_number(bias) for token, bias in value.items())
+
+
+def _is_possible_bias(bias: float) -> bool:
+    return bias == -math.inf or abs(bias) <= _LARGEST
 
 
 def _is_list(of: Callable[[object], bool]) -> Callable[[object], bool]:

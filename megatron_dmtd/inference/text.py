@@ -38,8 +38,13 @@ def load_tokenizer(directory: Path | None) -> Any:
         ) from error
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
+def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:
     """Token ids of a prompt.
+
+    Args:
+        tokenizer: The model's.
+        text: The prompt.
+        add_special_tokens: Put before and after it what the tokenizer puts there; a chat template has done so already.
 
     Raises:
         DataError: The text is not Unicode: bytes of another encoding on the command line, say.
@@ -52,4 +57,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
             required="UTF-8",
             remedy="convert the prompt, or read it from a file in UTF-8",
         ) from error
-    return list(tokenizer(text)["input_ids"])
+    encoded = tokenizer(
+        text, add_special_tokens=add_special_tokens, return_attention_mask=False, return_token_type_ids=False, verbose=False
+    )
+    return list(encoded["input_ids"])

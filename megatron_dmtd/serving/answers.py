@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +12,9 @@ from typing import Any
 from megatron_dmtd.inference import Event
 from megatron_dmtd.inference.detokenizer import Detokenizer, TokenDecoder
 from megatron_dmtd.inference.sampler import Choice
+
+#: Lists of more items are those of tokens: many, and each of them small.
+_MANY = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,19 @@ def joined(pieces: Iterable[Piece]) -> Piece:
     )
 
 
+def dumped(value: Any) -> str:
+    """JSON, written in parts: the encoder holds Python's lock from beginning to end, and everything else would stand still."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{_at_once(name)}:{dumped(part)}" for name, part in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_at_once if len(value) > _MANY else dumped, value)) + "]"
+    return _at_once(value)
+
+
+def _at_once(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 @dataclass(kw_only=True, slots=True)
 class Usage:
     """Numbers of tokens."""
@@ -108,6 +125,7 @@ class Answer:
     with_logprobs: bool
     identity: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
+    _token_texts: dict[int, str] = field(default_factory=dict)
 
     def whole(self, outputs: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         """The answer to a request that is not streamed."""
@@ -144,7 +162,9 @@ class Answer:
         return common | {"text": piece.text, "logprobs": logprobs}
 
     def _token(self, token_id: int) -> str:
-        return self.tokenizer.decode([token_id])
+        if token_id not in self._token_texts:
+            self._token_texts[token_id] = self.tokenizer.decode([token_id])
+        return self._token_texts[token_id]
 
     def _text_logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         return {

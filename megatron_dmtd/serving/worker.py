@@ -12,18 +12,10 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 
-from megatron_dmtd.errors import CapabilityError
 from megatron_dmtd.inference import Engine, Event, SamplingParams
+from megatron_dmtd.serving.faults import OutOfServiceError, OverloadError
 
 _log = logging.getLogger(__name__)
-
-
-class OverloadError(CapabilityError):
-    """As many requests wait as may. It can be tried again later."""
-
-
-class OutOfServiceError(CapabilityError):
-    """Nothing is served any more."""
 
 
 class Stream:

@@ -10,21 +10,24 @@ from pathlib import Path
 
 import openai
 import pytest
-import uvicorn
 
 from megatron_dmtd.inference import Engine, EngineConfig
 from megatron_dmtd.serving.app import ServerConfig, make_app
+from megatron_dmtd.serving.server import Server
 from megatron_dmtd.serving.worker import Worker
 from tests.tools.text_model import save_text_model
 
 #: the tiny model says the same byte again and again without it
 VARIED = {"repetition_penalty": 5.0}
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 @dataclass(frozen=True)
 class Served:
     worker: Worker
-    server: uvicorn.Server
+    server: Server
     url: str
 
     @property
@@ -41,11 +44,19 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *, max_waiting: int = 64, api_key: str | None = None, **options) -> Iterator[Served]:
+def serving(
+    folder: Path,
+    *,
+    max_waiting: int = 64,
+    api_key: str | None = None,
+    max_body_bytes: int | None = None,
+    grace_s: float = 30,
+    **options,
+) -> Iterator[Served]:
     engine = Engine(folder, EngineConfig(**{"max_batch": 4, "cache_tokens": 2048, **options}), device="cpu")
-    config = ServerConfig(model_name="tiny", api_key=api_key, defaults={"temperature": 0.0})
+    config = ServerConfig(model_name="tiny", api_key=api_key, defaults={"temperature": 0.0}, max_body_bytes=max_body_bytes)
     worker = Worker(engine, max_waiting=max_waiting)
-    server = uvicorn.Server(uvicorn.Config(make_app(worker, config), log_level="error"))
+    server = Server(make_app(worker, config), worker, grace_s=grace_s)
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})

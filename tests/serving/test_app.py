@@ -12,12 +12,9 @@ import pytest
 from megatron_dmtd.inference import Engine, SamplingParams, score
 from megatron_dmtd.inference.detokenizer import Detokenizer, TokenDecoder
 from megatron_dmtd.inference.text import load_tokenizer
-from tests.serving.conftest import VARIED, serving
+from tests.serving.conftest import CHAT_TEMPLATE, VARIED, serving
 
 PROMPTS = ["ab", "x", "the quick brown fox", "é", "0123456789" * 5, "def f():"]
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 
 
 def from_engine(folder, prompt: str, length: int, **params) -> list[int]:
@@ -192,7 +189,7 @@ REFUSED = {
     "type": ({"n": "many"}, 400, "n: Input should be a valid integer"),
     "probability": ({"top_p": 7}, 400, "top_p=7"),
     "length": ({"max_tokens": 5000}, 400, "at most 512 tokens together"),
-    "nothing": ({"max_tokens": 0}, 400, "max_new_tokens=0"),
+    "nothing": ({"max_tokens": 0}, 400, "found: max_tokens=0"),
     "suffix": ({"suffix": "b"}, 400, "found: suffix = 'b'"),
     "ids": ({"prompt": [1, 999]}, 400, r"token ids \[999\]"),
     "empty": ({"prompt": ""}, 400, "an empty prompt"),
@@ -208,6 +205,81 @@ def test_what_cannot_be_served_is_refused_by_name(served, fields, status, messag
     assert answer.status_code == status
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(answer.json()["error"]["message"].replace("\n", " "))
+
+
+PARAMS = {
+    "length": ("completions", {"max_tokens": 5000}, "max_tokens"),
+    "nothing": ("completions", {"max_tokens": 0}, "max_tokens"),
+    "long prompt": ("completions", {"prompt": "a" * 600}, "prompt"),
+    "ids": ("completions", {"prompt": [999]}, "prompt"),
+    "sampling": ("completions", {"top_p": 7}, "top_p"),
+    "type": ("completions", {"n": "many"}, "n"),
+    "unknown": ("completions", {"tempature": 1}, "tempature"),
+    "half a character": ("completions", {"prompt": "\ud800"}, "prompt"),
+    "model": ("completions", {"model": "\ud83d\ude42"}, "model"),
+    "chat's length": ("chat/completions", {"max_completion_tokens": 5000}, "max_completion_tokens"),
+    "chat's old length": ("chat/completions", {"max_tokens": 5000}, "max_tokens"),
+    "role": ("chat/completions", {"messages": [{"role": "wizard", "content": "a"}]}, "messages.0.role"),
+    "half a character of a chat": ("chat/completions", {"messages": [{"role": "user", "content": "\udc00"}]}, "messages"),
+    "long chat": ("chat/completions", {"messages": [{"role": "user", "content": "a" * 600}]}, "messages"),
+    "template": (
+        "chat/completions",
+        {"chat_template_kwargs": {"tools": []}},
+        "chat_template_kwargs.tools",
+    ),
+    "tops": ("chat/completions", {"top_logprobs": 2}, "top_logprobs"),
+}
+
+
+@pytest.mark.parametrize(("route", "fields", "param"), PARAMS.values(), ids=PARAMS)
+def test_a_refusal_names_the_field_as_the_client_wrote_it(chat, route, fields, param):
+    own = {"prompt": "ab"} if route == "completions" else {"messages": [{"role": "user", "content": "a"}]}
+    body = json.dumps({**own, **fields})
+    answer = httpx.post(f"{chat.url}/v1/{route}", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == (404 if param == "model" else 400)
+    error = answer.json()["error"]
+    assert error["param"] == param and error["type"] == "invalid_request_error" and "max_new_tokens" not in error["message"]
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-9, 1e-30, 1e-38, 1e-45, 5e-324])
+def test_a_temperature_of_nearly_nothing_is_greedy(served, expected, temperature):
+    assert text_of(served.client, "ab", temperature=temperature) == expected["ab"]
+
+
+def test_bodies_that_are_too_large_or_no_json_have_their_own_statuses(served):
+    large = httpx.post(f"{served.url}/v1/completions", json={"prompt": "a" * 2**20})
+    assert large.status_code == 413 and "at most 1048576" in large.json()["error"]["message"]
+    assert large.headers["connection"] == "close"
+    form = httpx.post(f"{served.url}/v1/completions", data={"prompt": "ab"})
+    assert form.status_code == 415 and "application/json" in form.json()["error"]["message"]
+    with serving(served.worker.engine.model.directory, max_body_bytes=30) as small:
+        assert httpx.post(f"{small.url}/v1/completions", json={"prompt": "ab"}).status_code == 200
+        assert httpx.post(f"{small.url}/v1/completions", json={"prompt": "ab" * 10}).status_code == 413
+
+
+def test_a_client_that_goes_before_it_has_sent_all_leaves_no_word_in_the_log(served, caplog):
+    host, port = served.url.removeprefix("http://").split(":")
+    for _ in range(3):
+        with socket.create_connection((host, int(port))) as connection:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+            connection.sendall(head + b"{")
+    lines: list[str] = []
+    while not any('status="499"' in line for line in lines):
+        lines = httpx.get(f"{served.url}/metrics").text.splitlines()
+    assert caplog.records == []
+
+
+def test_what_a_stopped_output_holds_is_the_same_whole_streamed_and_from_the_engine(served, folder, expected):
+    stop = expected["ab"][5:8]
+    params = {"model": "tiny", "prompt": "ab", "max_tokens": 21, "stop": [stop, "<eos>"], "extra_body": VARIED}
+    whole = served.client.completions.create(**params)
+    chunks = list(served.client.completions.create(**params, stream=True))
+    engine = Engine(folder, device="cpu")
+    ids = load_tokenizer(folder)("ab")["input_ids"]
+    sampling = SamplingParams(repetition_penalty=5.0, stop=(stop, "<eos>"))
+    (completion,) = engine.generate([ids], max_new_tokens=21, params=sampling)
+    assert whole.choices[0].text == "".join(chunk.choices[0].text for chunk in chunks) == completion.text
+    assert whole.usage.completion_tokens == len(completion.token_ids) < 21
 
 
 def test_a_refused_prompt_of_a_list_takes_the_others_with_it_and_leaves_nothing_behind(served):
@@ -278,7 +350,7 @@ def test_more_than_may_wait_are_told_to_come_back(folder, expected):
                     text_of(served.client, "ab")
         served.until_idle()
         assert text_of(served.client, "ab") == expected["ab"]
-        with pytest.raises(openai.RateLimitError):
+        with pytest.raises(openai.BadRequestError, match="at most 2 outputs of one request"):
             text_of(served.client, "ab", n=3)
 
 

@@ -1,0 +1,191 @@
+"""From the body of a request to prompts for the engine. Everything here takes time that grows with the body, and runs in threads.
+
+A prompt that cannot fit is refused by its length before it is tokenized, and nothing of a request becomes a program: the model's
+own chat template is the only one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from megatron_dmtd.errors import DataError, DMTDError, shown
+from megatron_dmtd.inference import Engine, SamplingParams
+from megatron_dmtd.inference.admission import check_length, check_length_cap, checked_ids
+from megatron_dmtd.inference.sampling_params import ParameterError
+from megatron_dmtd.inference.text import encode
+from megatron_dmtd.serving.bodies import parsed
+from megatron_dmtd.serving.faults import TOO_LONG, RequestError, UnknownModelError
+from megatron_dmtd.serving.requests import ChatRequest, CompletionRequest, GenerationRequest
+
+#: what a chat template gets from transformers itself, besides the parameters of `apply_chat_template`
+_OF_TEMPLATES = {"messages", "raise_exception", "strftime_now"}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is to be continued."""
+
+    ids: list[int]
+    text: str | None = None
+    """None where it came as ids."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """A request that the engine can serve."""
+
+    body: GenerationRequest
+    prompts: list[Prompt]
+    params: SamplingParams
+    max_new_tokens: int
+
+
+class Preparation:
+    """Reads requests for one engine."""
+
+    def __init__(self, engine: Engine, *, model_name: str, defaults: Mapping[str, float], max_samples: int) -> None:
+        """`max_samples`: the outputs of one request at most, as many as the server can ever hold."""
+        self.engine, self.model_name, self.defaults, self.max_samples = engine, model_name, defaults, max_samples
+        self.tokenizer = engine.tokenizer
+        # Switched off here once, they are never set again by a call; so several threads may use it at once.
+        self.tokenizer.backend_tokenizer.no_truncation()
+        self.tokenizer.backend_tokenizer.no_padding()
+
+    @cached_property
+    def max_characters(self) -> int:
+        """Characters beyond which a text cannot have few enough tokens, however long each is."""
+        return self.engine.max_length * max(map(len, self.tokenizer.get_vocab()))
+
+    @cached_property
+    def _reserved(self) -> frozenset[str]:
+        """Names that `chat_template_kwargs` may not give: they would replace the template, or what it is given otherwise."""
+        own = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        return frozenset({*own, *self.tokenizer.special_tokens_map, *_OF_TEMPLATES})
+
+    def prepare(self, raw: bytes, kind: type[GenerationRequest]) -> Prepared:
+        """The request in a body. Raises `RequestError`."""
+        body = kind.taken_from(parsed(raw))
+        self.check_model(body.model)
+        try:
+            params = body.sampling_params(self.defaults)
+            params.check(self.engine.model.schedule.decoder.vocab_size)
+            self._check_number(body)
+            prompts = self._chat(body) if isinstance(body, ChatRequest) else self._texts(body)
+            return self._checked(body, prompts, params)
+        except ParameterError as error:
+            name = body.name_of(error.name)
+            raise _named(error.renamed(name), param=name) from error
+
+    def check_model(self, name: str | None) -> None:
+        """Accept the name of the model, or none. Raises `UnknownModelError`."""
+        if name not in (None, self.model_name):
+            raise UnknownModelError(
+                found=f"model {shown(name)}",
+                required=self.model_name,
+                remedy="name that model, or none; see /v1/models",
+                param="model",
+                code="model_not_found",
+            )
+
+    def _check_number(self, body: GenerationRequest) -> None:
+        """Refuse what would never find room, however long it waited."""
+        num_prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
+        if body.n * num_prompts > self.max_samples:
+            raise RequestError(
+                found=f"{num_prompts} prompts with n={body.n}" if num_prompts > 1 else f"n={body.n}",
+                required=f"at most {self.max_samples} outputs of one request: no more can wait or run here",
+                remedy="send fewer at once, or start the server with a larger --max-waiting",
+                param="n" if body.n > 1 else "prompt",
+            )
+
+    def _checked(self, body: GenerationRequest, prompts: list[Prompt], params: SamplingParams) -> Prepared:
+        """What the engine will not refuse."""
+        max_length, vocab_size = self.engine.max_length, self.engine.model.schedule.decoder.vocab_size
+        longest = max(len(prompt.ids) for prompt in prompts)
+        max_new_tokens = max(max_length - longest, 1) if body.most_tokens is None else body.most_tokens
+        cap, place = body.name_of("max_new_tokens"), body.name_of("prompt")
+        check_length_cap(max_new_tokens, params)
+        try:
+            for prompt in prompts:
+                checked_ids(prompt.ids, vocab_size)
+        except DataError as error:
+            raise _named(error, param=place) from error
+        try:
+            check_length(longest, max_new_tokens, max_length, name=cap)
+        except DataError as error:
+            raise _named(error, param=place if longest >= max_length else cap, code=TOO_LONG) from error
+        return Prepared(body=body, prompts=prompts, params=params, max_new_tokens=max_new_tokens)
+
+    # Prompts.
+
+    def _texts(self, body: GenerationRequest) -> list[Prompt]:
+        assert isinstance(body, CompletionRequest), type(body)
+        return [Prompt(self._encoded(one), one) if isinstance(one, str) else Prompt(one) for one in body.prompts]
+
+    def _encoded(self, text: str) -> list[int]:
+        self._check_characters(text, param="prompt")
+        return encode(self.tokenizer, text)
+
+    def _check_characters(self, text: str, *, param: str) -> None:
+        if len(text) > self.max_characters:
+            raise RequestError(
+                found=f"a prompt of {len(text)} characters",
+                required=f"at most {self.engine.max_length} tokens, which are {self.max_characters} characters at most",
+                remedy="shorten it",
+                param=param,
+                code=TOO_LONG,
+            )
+
+    def _chat(self, body: ChatRequest) -> list[Prompt]:
+        text = self._written(body)
+        self._check_characters(text, param="messages")
+        return [Prompt(encode(self.tokenizer, text, add_special_tokens=False))]
+
+    def _written(self, body: ChatRequest) -> str:
+        """A chat as a text."""
+        template = getattr(self.tokenizer, "chat_template", None)
+        if not template:
+            raise RequestError(
+                found="a model whose tokenizer has no chat template",
+                required="one, to write a chat as a text",
+                remedy="use /v1/completions, or put a chat template into the model's directory",
+                param="messages",
+            )
+        if reserved := sorted(body.chat_template_kwargs.keys() & self._reserved):
+            raise RequestError(
+                found=f"chat_template_kwargs with {', '.join(reserved)}",
+                required="values for the model's own chat template",
+                remedy="drop what is not one",
+                param=f"chat_template_kwargs.{reserved[0]}",
+            )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                _messages(body, template), tokenize=False, add_generation_prompt=True, **body.chat_template_kwargs
+            )
+        except Exception as error:  # templates are programs, and raise what they like
+            raise RequestError(
+                found=f"messages that the model's chat template refuses: {type(error).__name__}: {str(error)[:500]}",
+                required="roles in an order that it knows",
+                remedy="change the messages",
+                param="messages",
+            ) from error
+        assert isinstance(text, str), type(text)
+        return text
+
+
+def _messages(body: ChatRequest, template: str | Mapping[str, str]) -> Sequence[Mapping[str, Any]]:
+    """What the template expects. OpenAI's newer name for the system's role is only for templates that know it."""
+    messages = [message.for_template() for message in body.messages]
+    if "developer" not in str(template):
+        for message in messages:
+            message["role"] = "system" if message["role"] == "developer" else message["role"]
+    return messages
+
+
+def _named(error: DMTDError, *, param: str, code: str | None = None) -> RequestError:
+    """The same refusal with the field at fault."""
+    return RequestError(found=error.found, required=error.required, remedy=error.remedy, param=param, code=code)
