@@ -1,6 +1,7 @@
 """Decoding: continuous batching over a paged K/V store, with one pass over the parallel layers per cycle. No Megatron here.
 
-Names are imported when they are first used: commands read their options before torch and transformers take their seconds.
+Names are imported when they are first used, so that commands can read their options before the slow imports of torch and
+transformers.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""From a model and a config to the parts of an engine: how steps are executed, on which kernels, in how large a store."""
+"""Makes the parts of an engine from a model and a config: execution mode, kernels, and the K/V store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_dmtd.inference.weights import ModelWeights
 
 
 def step_mode(config: EngineConfig, device: torch.device) -> StepMode:
-    """How steps are executed. Raises `CapabilityError` if graphs are asked for where there are none."""
+    """How steps are executed. Raises `CapabilityError` if graphs are requested on a device without them."""
     if config.cuda_graphs == "on":
         require_cuda(device)
     if config.cuda_graphs == "shapes":

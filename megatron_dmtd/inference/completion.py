@@ -1,4 +1,4 @@
-"""How a request goes on and ends: a new token, the reason to stop, and what is reported then."""
+"""How a request continues and ends: a new token, the reason to stop, and the result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_dmtd.inference.sampler import Choice
 
 
 def append(request: Request, choice: Choice) -> FinishReason | None:
-    """Add a token to the output. Returns why the request ends with it; None if it goes on."""
+    """Add a token to the output. Returns why the request ends with it; None if it continues."""
     request.sequence.tokens.append(choice.token_id)
     if request.params.logprobs is not None:
         request.logprobs.append(choice)
@@ -24,7 +24,7 @@ def append(request: Request, choice: Choice) -> FinishReason | None:
 
 
 def completed(request: Request, reason: FinishReason) -> Completion:
-    """What became of a request that has ended."""
+    """The result of a request that has ended."""
     output = tuple(request.output)
     return Completion(
         request_id=request.request_id,
@@ -40,7 +40,7 @@ def completed(request: Request, reason: FinishReason) -> Completion:
 
 
 def refused(request_id: int, prompt_ids: tuple[int, ...], refusal: DMTDError) -> Completion:
-    """What became of a request that was not let in."""
+    """The result of a request that was refused."""
     return Completion(
         request_id=request_id, sample=0, prompt_ids=prompt_ids, token_ids=(), finish_reason="refused", refusal=refusal
     )

@@ -1,4 +1,4 @@
-"""How an engine is to decode: its settings and their ranges. No torch."""
+"""Settings of an engine, and their ranges. No torch."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from megatron_dmtd.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """How an engine decodes, whatever the model."""
+    """How an engine decodes, independent of the model."""
 
     max_batch: int = 8
     """Sequences decoded at once; more wait."""
     max_length: int | None = None
-    """Tokens of a prompt and its output at most. Default: what the model was made for, or less if the K/V store holds less."""
+    """Most tokens of a prompt plus its output. Default: the model's longest document, or less if the K/V store holds less."""
     cache_tokens: int | None = None
-    """Tokens that the K/V store holds. Default: `max_batch` sequences of full length, as far as `cache_bytes` goes."""
+    """Tokens that the K/V store holds. Default: `max_batch` sequences of full length, if `cache_bytes` allows that."""
     cache_bytes: int = 2 * 2**30
     """Memory of the K/V store, if `cache_tokens` is not given."""
     page_size: int = 16
     """Tokens per page; whole cycles."""
     chunk_tokens: int = 512
-    """Prompt tokens computed per step at most, all requests together."""
+    """Most prompt tokens computed per step, over all requests."""
     align_heads: bool = True
-    """Let cycle heads of all requests meet in one step, so that parallel layers run once per cycle for all of them."""
+    """Align the cycle heads of all requests, so that parallel layers run once per cycle for all of them."""
     prefix_caching: bool = True
     """Keep pages of finished requests for later ones with the same beginning."""
     kernels: Literal["auto", "native", "torch"] = "auto"
@@ -75,6 +75,6 @@ def checked_config(config: object) -> EngineConfig:
     """`config`, if it is one and its values are possible. Raises `ConfigError`."""
     if not isinstance(config, EngineConfig):
         found = f"a config of type {type(config).__name__}"
-        raise ConfigError(found=found, required="EngineConfig", remedy="write for example EngineConfig(max_batch=8)")
+        raise ConfigError(found=found, required="EngineConfig", remedy="for example, pass EngineConfig(max_batch=8)")
     config.check()
     return config

@@ -1,11 +1,11 @@
-"""The text of an output as its tokens come, up to the first stop string.
+"""The text of an output as its tokens arrive, up to the first stop string.
 
 Text is given in pieces that will not change any more. A character may take several tokens, and a token's text may depend on the
 one before it (SentencePiece writes a space before every word but the first). So each piece is the difference of two decodings
 that begin at a token whose text has been given already; both are short, however long the output is.
 
-Special tokens (an end of turn, say) are no part of the text, as with `skip_special_tokens=True` of transformers. A stop string
-may name one all the same: it is then found where that token is, and nowhere inside its name.
+Special tokens, such as an end of turn, are not part of the text, as with `skip_special_tokens=True` of transformers. A stop
+string may still name one: it is then found where that token is, and not inside the token's name.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 
 from megatron_dmtd.errors import ConfigError
 
-#: A character takes this many tokens at most: one for each of its bytes.
+#: Most tokens of a character: one for each of its bytes.
 TOKENS_PER_CHARACTER = 4
-#: Tokens that make no whole character are decided after this many: a model may write such bytes for ever.
+#: After this many tokens without a whole character their text is given as it is: a model may produce such bytes forever.
 MAX_PENDING_TOKENS = 2 * TOKENS_PER_CHARACTER
-#: What tokenizers make of bytes that are no character, or not yet.
+#: What tokenizers give for bytes that are not, or not yet, a character.
 _REPLACEMENT = "\ufffd"
-#: Code points that no text holds stand for the special tokens named in stop strings.
+#: Code points that occur in no text; they stand for the special tokens named in stop strings.
 _FIRST_SYMBOL, _NUM_SYMBOLS = 0xD800, 0x800
 
 
 class TokenDecoder:
-    """A tokenizer's way from ids to text."""
+    """A tokenizer's conversion of ids to text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -72,7 +72,7 @@ class Detokenizer:
         return len(self._search.text)
 
     def add(self, token_id: int) -> None:
-        """Go on by one token."""
+        """Add one token."""
         assert not self._is_finished, "the output has ended"
         if token_id in self._special_texts:
             self._search.add_special(token_id)
@@ -80,7 +80,7 @@ class Detokenizer:
             self._search.add(self._pieces.add(token_id))
 
     def finish(self) -> str:
-        """The output has ended: what was not certain becomes so, such as a character that was not completed. Returns all text."""
+        """End the output: text that was held back is given now, such as an incomplete character. Returns the whole text."""
         if not self._is_finished:
             self._is_finished = True
             if not self.found_stop:
@@ -88,7 +88,7 @@ class Detokenizer:
         return self.text
 
     def take(self) -> str:
-        """Text that has become certain since the last call. What may be the beginning of a stop string is held back."""
+        """Text that has become certain since the last call. Text that may be the beginning of a stop string is held back."""
         certain = len(self.text) if self._is_finished or self.found_stop else self.num_characters - self._search.held_back
         piece = self._search.text[self._num_taken : max(certain, self._num_taken)]
         self._num_taken += len(piece)
@@ -128,7 +128,7 @@ class _Pieces:
         return len(self._ids) - self._num_context
 
     def add(self, token_id: int) -> str:
-        """What has become certain with one more token; empty inside a character."""
+        """The text that has become certain with one more token; empty inside a character."""
         self._ids.append(token_id)
         new = self._new_text()
         certain = "" if new is None else new.rstrip(_REPLACEMENT)
@@ -142,7 +142,7 @@ class _Pieces:
         return piece + self._decided() if self._num_pending > MAX_PENDING_TOKENS else piece
 
     def rest(self) -> str:
-        """What is left at the end: a character that was not completed."""
+        """The rest at the end: an incomplete character."""
         new = self._new_text()
         return (self._alone() if new is None else new)[self._num_given :]
 
@@ -153,8 +153,8 @@ class _Pieces:
         return self._decoder.decode(self._ids[self._num_context :])
 
     def _new_text(self) -> str | None:
-        """Text of the pending tokens after their context; None while they change the context's text (byte by byte, a decoder may
-        take all bytes in a row for broken until the last one is there).
+        """Text of the pending tokens after their context; None while they change the context's text (a byte-level decoder may
+        treat a whole run of bytes as broken until the last one is there).
         """
         known, whole = self._known(), self._decoder.decode(self._ids)
         if whole.startswith(known):
@@ -210,7 +210,7 @@ class _StopSearch:
         self._marked_text = ""
 
     def add(self, piece: str) -> None:
-        """The text goes on."""
+        """More text follows."""
         if piece:
             self.text += piece
             self._find(self.text, self._stop, len(piece))

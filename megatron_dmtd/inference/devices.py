@@ -1,4 +1,4 @@
-"""What the words for types and devices stand for."""
+"""Types and devices by their names."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@
         print(completion.token_ids, completion.finish_reason)
 
 `generate` serves a list; `submit`, `step` and `cancel` serve requests that come and go. A request that cannot be served is
-refused by itself, and harms no other. Nothing here imports Megatron.
+refused without affecting others. Nothing here imports Megatron.
 
-The jobs are elsewhere: settings in `config`, the parts' making in `assembly`, checks of requests in `admission`, the step loop
+The work is done elsewhere: settings in `config`, making the parts in `assembly`, checks of requests in `admission`, the step loop
 in `steps`, the end of a request in `completion`, new weights in `updates`.
 """
 
@@ -98,7 +98,7 @@ class Engine:
         self._undelivered: list[Event] = []
         self._next_id = 0
         self._incomplete: DMTDError | None = None
-        """Why the weights are not whole, after an update that broke off."""
+        """Why the weights are incomplete after a failed update; None if they are complete."""
 
     @property
     def stats(self) -> Stats:
@@ -154,12 +154,12 @@ class Engine:
         )
 
     def cancel(self, request_id: int) -> list[Completion]:
-        """Stop every unfinished sample of a request, and free what it holds. Unknown and finished ids give an empty list."""
+        """Stop every unfinished sample of a request, and free its pages. Unknown and finished ids give an empty list."""
         return self._loop.cancel(request_id)
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do or to give."""
+        """Whether `step` has anything to compute or to return."""
         return bool(self._undelivered) or not self.scheduler.is_idle
 
     def step(self) -> list[Event]:
@@ -171,7 +171,7 @@ class Engine:
 
     @property
     def weights_version(self) -> int:
-        """Version of the weights in force: 0 for those of the start, then what `update_weights` gives."""
+        """Version of the current weights: 0 for the initial ones, then what `update_weights` returns."""
         return self._loop.weights_version
 
     def update_weights(
@@ -182,17 +182,17 @@ class Engine:
         Args:
             tensors: Every tensor of the model once under Hugging Face's name, as `weights.streams` and `training.live` give
                 them, in any order; or a mapping of them. Types are converted to the engine's.
-            running: What becomes of requests that have begun. "recompute": their tokens so far are kept, and their K and V
-                computed again, so that they go on as a fresh engine would. "keep": they go on with the K and V, and the cycle in
-                progress, that the old weights have computed; no other request will use those.
+            running: What happens to requests that have begun. "recompute": their tokens so far are kept and their K and V are
+                computed again, so that they continue as in a fresh engine. "keep": they continue with the K and V, and the
+                current cycle, that the old weights have computed; no other request will use those.
             version: Number of the new weights. Default: one more than before.
 
         Returns:
-            The version now in force.
+            The new version.
 
         Raises:
-            CheckpointError: The tensors are not those of this model. A mapping then changes nothing. After a stream that breaks
-                off or proves wrong on its way the engine refuses to decode until it has been given whole weights.
+            CheckpointError: The tensors are not those of this model. A mapping then changes nothing. After a stream that ends
+                early or turns out to be wrong, the engine refuses to decode until it has received complete weights.
         """
         if running not in ("recompute", "keep"):
             raise ConfigError(found=f"running={running!r}", required="'recompute' or 'keep'", remedy="change running")
@@ -209,7 +209,7 @@ class Engine:
         return self.weights_version
 
     def check_integrity(self) -> None:
-        """The law of every group of pages, and that nothing is held without a reason."""
+        """Check every group of pages, and that nothing is held without a reason."""
         self._loop.check_integrity()
 
     # Requests served to their end.
@@ -230,7 +230,7 @@ class Engine:
 
         Returns:
             Completions in the order of the prompts, n for each. A prompt that cannot be served has one, with
-            `finish_reason` "refused" and the error as `refusal`; the others are not concerned.
+            `finish_reason` "refused" and the error as `refusal`; the others are not affected.
         """
         texts = list(prompts)
         all_params = [params] * len(texts) if isinstance(params, SamplingParams) else list(params)

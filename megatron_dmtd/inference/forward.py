@@ -1,4 +1,4 @@
-"""A model's forward pass over rows: through the visits of one pass of the schedule, with what an earlier pass has left.
+"""A model's forward pass over rows: the visits of one pass of the schedule, with what an earlier pass has left.
 
 Shape legend: R rows of a pass, F rows that leave it, S slots, C cycle length, X hidden size, V vocabulary.
 """
@@ -33,7 +33,7 @@ class Forward:
             self.native = NativeKernels(model, max_rows=min(ROW_COUNTS[-1], 2 * cycle_length * num_slots))
         kept_size = (num_slots + 1, cycle_length, model.schedule.decoder.hidden_size)
         self.kept_SCX = torch.zeros(kept_size, dtype=model.dtype, device=model.device)
-        """What the parallel pass has given for the current cycle of each slot; one more is nobody's."""
+        """Outputs of the parallel pass for the current cycle of each slot; there is one more slot, for padding rows."""
 
     def parallel_outputs(self, run: RowsInLayers) -> torch.Tensor:
         """Hidden states `[F, X]` that leave the parallel pass."""
@@ -52,7 +52,7 @@ class Forward:
         return ops.head(ops.norm(hidden_FX, self.model.final_norm), self.model.head)
 
     def ops(self, run: RowsInLayers) -> Ops:
-        """The arithmetic for `run`: in C if that is wanted, and the pass as it comes and small enough."""
+        """The arithmetic for `run`: in C if enabled, for passes that are not static and small enough."""
         if self.native is not None and isinstance(run, Pass) and self.native.takes(run):
             return NativeOps(self.native, run)
         return TorchOps(run)

@@ -1,7 +1,7 @@
-"""Recordings of passes: what a CUDA device is told once and repeats from then on, without Python or launches in between.
+"""Recordings of passes, which a CUDA device repeats without Python or kernel launches in between.
 
-`Program` is called with nothing and computes from tensors whose addresses stay. It is either called each time, anywhere, or
-captured as a CUDA graph. Capturing and replaying have not been run (docs/verification.md).
+A `Program` takes no arguments and computes from tensors whose addresses are fixed. It is either called each time, on any device,
+or captured as a CUDA graph. Capturing and replaying have never been run (docs/verification.md).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from megatron_dmtd.errors import CapabilityError
 
 Program = Callable[[], torch.Tensor]
-#: Calls before a capture: libraries make their workspaces in the first ones, which must not be recorded.
+#: Calls before a capture: libraries allocate their workspaces in the first ones, which must not be recorded.
 WARM_UP_CALLS = 2
 
 
@@ -54,5 +54,5 @@ class GraphRecorder:
 
 
 def direct(compute: Program) -> Program:
-    """No recording: the same shapes and the same work, on any device."""
+    """Without recording: the same shapes and the same work, on any device."""
     return compute

@@ -19,7 +19,7 @@ from megatron_dmtd.infra.json_files import read_object
 from megatron_dmtd.weights.hf_directory import HFWeights
 
 _NO_MODEL = Refusal(CheckpointError, required="a Hugging Face model directory", remedy="name such a directory")
-#: What transformers takes for the end of a text where a `config.json` is silent; of other families, nothing.
+#: What transformers assumes as the end of a text if a `config.json` does not name it; nothing for other families.
 _DEFAULT_STOP = {"llama": 2, "mistral": 2}
 
 

@@ -1,6 +1,6 @@
 """A pass as tensors: rows of a plan, where their K and V go, and what they read of each K/V group.
 
-Made once per step and pass, and used by every visit. Nothing here grows with the length of texts: pages of requests stand in
+Made once per step and pass, and used by every visit. Nothing here grows with the length of texts: the pages of requests are in
 tables that are kept between steps.
 
 Shape legend: R rows of a pass, S slots, P pages, B chunks of equally many rows, N rows of such a chunk, Q queries of it, K keys,
@@ -56,7 +56,7 @@ class Addresses(Protocol):
 
 
 class RowsInLayers(Protocol):
-    """Rows on their way through the visits of one pass: what a model must know of them."""
+    """Rows that go through the visits of one pass: what a model needs to know about them."""
 
     @property
     def token_id_R(self) -> torch.Tensor:
@@ -110,7 +110,7 @@ NUM_COLUMNS = 5
 
 @dataclass(kw_only=True)
 class Pass:
-    """Rows as they come, in no particular shape."""
+    """Rows of any number, in no particular shape."""
 
     rows: Rows
     slots: Sequence[int]
@@ -280,7 +280,7 @@ def pages_from(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each table of pages `num_pages` from `first` on, `[B, P]`, and the entries that they hold, `[B, P * T]`.
 
-    Beyond the end of a table its last page stands, whose entries count on: no mask shows them.
+    Beyond the end of a table its last page is repeated; the numbers of its entries go on, so every mask hides them.
     """
     number_BP = first_B[:, None] + torch.arange(num_pages, device=first_B.device)
     page_BP = table_BP.gather(1, number_BP.clamp(max=table_BP.shape[1] - 1))
@@ -289,6 +289,6 @@ def pages_from(
 
 
 def runs_of(values: Sequence[int]) -> list[tuple[int, int]]:
-    """Stretches of equal neighbours."""
+    """Runs of equal neighbours, as half-open ranges."""
     starts = [index for index, value in enumerate(values) if index == 0 or value != values[index - 1]]
     return list(zip(starts, [*starts[1:], len(values)]))

@@ -3,10 +3,10 @@
 Numbers only: no tensors, no pages, no weights. A step takes each request from `start` to `stop` tokens, all of them known: one
 token is a decoding step, more are a piece of a prompt. Both follow from the same rules, so a prompt may be cut anywhere.
 
-Every row first stores its K and V if they are to be kept, visit by visit; then it attends to the first `entry_end` entries of its
-request and to rows `[local_begin, local_end)` of the same pass, whose K and V are not stored. That is all that the variants
-differ in, and it makes one pass over the parallel layers' weights serve refresh and shadow alike (docs/method.md, section 7.3).
-A sliding window moves the beginnings of both ranges, and nothing else.
+In each visit every row first stores its K and V, if they are to be kept; then it attends to the first `entry_end` entries of its
+request and to rows `[local_begin, local_end)` of the same pass, whose K and V are not stored. The variants differ only in these
+numbers, so one pass over the parallel layers' weights serves both refresh and shadow rows (docs/method.md, section 7.3). A
+sliding window only moves the beginnings of both ranges.
 
 A row's position, by which its query and key are rotated, is one number; the entry where its K and V are stored is another. For a
 plain request both are the token's index.
@@ -25,7 +25,7 @@ from megatron_dmtd.cycle import Method
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One request's part of a step: its tokens `[start, stop)`, given all that it knows."""
+    """One request's part of a step: its tokens `[start, stop)`."""
 
     slot: int
     """Where the engine keeps the request's shadow hidden states."""
@@ -56,12 +56,12 @@ class Rows:
     chunk: list[int] = field(default_factory=list)
     """Index of the row's chunk in the step."""
     position: list[int] = field(default_factory=list)
-    """What queries and keys are rotated by."""
+    """Position by which queries and keys are rotated."""
     phase: list[int] = field(default_factory=list)
-    """The slot of the row's token in its cycle."""
+    """Phase of the row's token in its cycle."""
     token_id: list[int] = field(default_factory=list)
     entry: list[int] = field(default_factory=list)
-    """Where K and V are stored, as an entry of the row's request, before anything attends; -1: they are not."""
+    """The entry of the row's request where K and V are stored, before any attention; -1: they are not stored."""
     entry_end: list[int] = field(default_factory=list)
     """The row sees entries `[0, entry_end)`."""
     local_begin: list[int] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Rows:
         self.local_end.append(local[1])
 
     def reads(self, window: int | None) -> Reads:
-        """What visits with such a window read: of what a row sees, the positions above its own less `window`."""
+        """What visits with this window read: of what a row sees, only positions above its own minus `window`."""
         if window is None:
             return Reads([0] * len(self), self.entry_end, self.local_begin, self.local_end)
         firsts = [max(0, position - window + 1) for position in self.position]

@@ -1,4 +1,4 @@
-"""One sample of one request: as it is decoded, the events of it, and what becomes of it."""
+"""One sample of one request while it is decoded, its events, and its result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FinishReason = Literal["stop", "length", "cancelled", "refused"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """What became of one request, or of one of its n samples."""
+    """The result of one request, or of one of its n samples."""
 
     request_id: int
     sample: int
@@ -56,7 +56,7 @@ class Request:
 
     @property
     def num_scored(self) -> int:
-        """Leading rows of the prompt whose logits say how likely the next token of the prompt is, if that is asked for."""
+        """Leading rows of the prompt whose logits give the likelihood of the prompt's next token, if that is asked for."""
         return 0 if self.sequence.reuses_prefix else self.prompt_length - 1
 
     @property

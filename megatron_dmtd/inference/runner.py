@@ -1,6 +1,6 @@
 """Executes plans: the passes of the schedule one after the other, each visit's weights read once per step.
 
-It knows slots, pages and rows; requests, sampling and time are the engine's.
+It knows slots, pages and rows, but neither requests nor sampling.
 
 Shape legend: R rows of a pass, F rows that leave it, S slots, C cycle length, X hidden size, V vocabulary.
 """
@@ -28,12 +28,12 @@ StepMode = Literal["dynamic", "static", "graphs"]
 
 
 def num_scratch_pages(mode: StepMode, num_slots: int) -> int:
-    """Pages that each group needs besides those of requests: one per slot, and one for rows that are nobody's."""
+    """Pages that each group needs in addition to those of requests: one per slot, and one for padding rows."""
     return 0 if mode == "dynamic" else num_slots + 1
 
 
 class Runner:
-    """A model, its K/V store, and where the requests of all slots have their pages."""
+    """A model, its K/V store, and the pages of the requests in all slots."""
 
     def __init__(
         self, model: ModelWeights, store: KVStore, *, num_slots: int, max_length: int, native: bool, mode: StepMode = "dynamic"
@@ -49,7 +49,7 @@ class Runner:
             self.static = StaticSteps(self.forward, store, self.tables, num_slots=num_slots, record=record)
 
     def set_pages(self, slot: int, tables: PageTables) -> None:
-        """Tell the device of pages that a request has got."""
+        """Copy the numbers of a request's new pages to the device."""
         self.tables.update(slot, tables)
 
     @torch.inference_mode()

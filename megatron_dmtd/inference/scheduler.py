@@ -1,9 +1,9 @@
-"""Who computes what next: admission, pieces of prompts, alignment of cycle heads, preemption. Numbers only.
+"""Chooses what is computed next: admission, chunks of prompts, alignment of cycle heads, preemption. Numbers only.
 
-Decoding requests whose phases differ would make the parallel layers' weights be read almost every step. So there is a clock that
-counts phases: a step decodes the requests whose next token is at the clock's phase, and then the clock moves on. A request out
-of phase waits until the clock comes round, at most `cycle_length - 1` steps, once. Pieces of prompts go with the heads, for the
-same reason, unless nobody decodes.
+If requests at different phases were decoded together, the parallel layers' weights would be read in almost every step. So a clock
+counts phases: a step decodes the requests whose next token is at the clock's phase, and then the clock advances. A request out
+of phase waits until the clock reaches its phase, at most `cycle_length - 1` steps, once. Chunks of prompts are computed together
+with the heads, for the same reason, unless nothing is being decoded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_dmtd.inference.planner import Chunk
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class Sequence:
-    """One sample of one request, as scheduling sees it."""
+    """One sample of one request, as the scheduler sees it."""
 
     tokens: list[int]
     """Prompt, then output."""
@@ -82,11 +82,11 @@ class Scheduler:
         return not self.waiting and not self.running
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence. The caller has seen to it that it can fit when it is alone."""
+        """Queue a new sequence. The caller has checked that it fits when it is alone."""
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, waiting or running, and free what it holds."""
+        """Remove a sequence, waiting or running, and free its pages."""
         if sequence.slot < 0:
             self.waiting.remove(sequence)
         else:
@@ -96,7 +96,7 @@ class Scheduler:
         """The next step. Empty only if nothing can run, that is, if idle."""
         self._admit()
         step: list[Scheduled] = []
-        # A step can come out empty when its only candidates had to give up their pages; those left then run in the next try.
+        # A step can be empty if its only candidates had to give up their pages; the others then run in the next attempt.
         for _ in range(len(self.running) + self.method.cycle_length):
             self._schedule_running(step)
             if step:
@@ -123,8 +123,8 @@ class Scheduler:
                     sequence.known = self.prefix_index.add(sequence.tokens, sequence.tables, taken, known)
 
     def change_weights(self, *, recompute: bool) -> None:
-        """The model's weights are others now. Cached prefixes are forgotten; running sequences compute all their tokens again
-        (`recompute`), or go on with the K and V that they have.
+        """The model's weights have changed. Cached prefixes are forgotten; running sequences compute all their tokens again
+        (`recompute`), or continue with the K and V that they have.
         """
         if self.prefix_index is not None:
             self.prefix_index.clear()
@@ -143,7 +143,7 @@ class Scheduler:
     # Admission.
 
     def _admit(self) -> None:
-        """Let sequences in, oldest first, while there are slots, and pages for all that they and the running ones know."""
+        """Admit sequences, oldest first, while there are slots, and pages for all tokens that they and the running ones know."""
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
             if self.prefix_index is not None and sequence.reuses_prefix:
@@ -172,7 +172,7 @@ class Scheduler:
             return decoding
         phases = {self.method.phase(sequence.num_taken) for sequence in decoding}
         if self._clock not in phases:
-            # Nobody is in step: start where the one farthest from its next head stands, so that the others join on the way.
+            # None is at the clock's phase: start with the one farthest from its next head, so that the others can join.
             self._clock = min((phase for phase in phases if phase > 0), default=0)
         chosen = [sequence for sequence in decoding if self.method.phase(sequence.num_taken) == self._clock]
         self._clock = self.method.phase(self._clock + 1)
@@ -187,7 +187,7 @@ class Scheduler:
         for sequence in list(self.running):
             if budget <= 0:
                 return
-            if sequence.slot < 0 or sequence.remaining <= 1:  # preempted on the way, or decoding
+            if sequence.slot < 0 or sequence.remaining <= 1:  # preempted meanwhile, or decoding
                 continue
             stop = self._chunk_stop(sequence, budget)
             if self._schedule_one(sequence, stop, step):
@@ -203,14 +203,14 @@ class Scheduler:
     # Pages.
 
     def _schedule_one(self, sequence: Sequence, stop: int, step: list[Scheduled]) -> bool:
-        """Give the sequence its pages and a part of the step; younger ones are preempted if need be. False if it must wait."""
+        """Give the sequence its pages and a part of the step, preempting younger ones if necessary. False if it must wait."""
         if sequence.slot < 0:
             return False
         while not self._make_room(sequence, stop):
             scheduled = {id(other.sequence) for other in step}
             victim = next((other for other in reversed(self.running) if id(other) not in scheduled), None)
             if step and victim in (None, sequence):
-                return False  # everyone younger is gone or computes in this step: wait for it
+                return False  # all younger ones are gone or compute in this step: wait
             assert victim is not None and len(self.running) > 1, "a sequence that fits alone found no room"
             self._preempt(victim)
             if victim is sequence:
@@ -220,7 +220,7 @@ class Scheduler:
         return True
 
     def _make_room(self, sequence: Sequence, stop: int, promised: PageCounts | None = None) -> bool:
-        """Whether the pages for `stop` tokens are free besides those promised, if need be after forgetting prefixes."""
+        """Whether pages for `stop` tokens are free in addition to those promised, if necessary after evicting prefixes."""
         needed = self.store.missing(sequence.tables, stop)
         if promised is not None:
             needed = {name: count + promised[name] for name, count in needed.items()}
@@ -230,7 +230,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Free all that it holds; it computes its tokens again when it is let in, before younger ones."""
+        """Free all its pages; it computes its tokens again when it is readmitted, before younger ones."""
         self._take_down(sequence)
         sequence.num_taken, sequence.known, sequence.has_older_entries = 0, Known(), False
         sequence.num_preemptions += 1

@@ -1,10 +1,10 @@
 """A pass in one of a few shapes, so that a device can record it once and replay it: decoding steps, one token per request.
 
-Chunks are padded to a power of two, and so is the number of pages that each reads of a group. Every row stores: those whose K and
-V are not kept on a scratch page of their slot, where the other rows of a shadow block read them during the visit. Rows that fill
-up a shape belong to one more slot, which no request has. All that changes from step to step stands in `numbers_WBN` and in the
-page tables, whose addresses stay; everything else is computed from them on the device. Its columns are those of `passes`, then
-those of `Reads` for each group, in which local rows count from the first of their block.
+The number of chunks is padded to a power of two, and so is the number of pages that each chunk reads of a group. Every row stores
+its K and V: those that are not kept go to a scratch page of the slot, where the other rows of a shadow block read them during the
+visit. Padding rows belong to an additional slot without a request. Everything that changes from step to step is in `numbers_WBN`
+and in the page tables, whose addresses are fixed; everything else is computed from them on the device. The columns are those of
+`passes`, then those of `Reads` for each group, in which local rows count from the first of their block.
 
 Shape legend: W columns, B chunks, N rows of a chunk, Q queries of it, R rows of the pass, S slots, P pages read, T entries per
 page, K keys.
@@ -37,7 +37,7 @@ from megatron_dmtd.inference.planner import Reads, Rows
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StaticShape:
-    """What a recording is for."""
+    """The shape that a recording serves."""
 
     num_chunks: int
     rows_per_chunk: int
@@ -56,7 +56,7 @@ def padded(count: int, limit: int) -> int:
 
 
 def num_pages_read(rows: Rows, window: int | None, page_size: int) -> int:
-    """Pages that the chunk which reads most of them reads of a group, at least 1."""
+    """The largest number of pages that a chunk reads of a group, at least 1."""
     reads = rows.reads(window)
     spans = [
         -(-max(reads.entry_end[start:stop]) // page_size) - min(reads.entry_begin[start:stop]) // page_size
@@ -66,7 +66,7 @@ def num_pages_read(rows: Rows, window: int | None, page_size: int) -> int:
 
 
 class StaticPass:
-    """Rows in a shape that repeats; see `passes.RowsInLayers`."""
+    """Rows in a recurring shape; see `passes.RowsInLayers`."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class StaticPass:
         self._addresses = {group.name: StaticAddresses(self, tables[group.name], index) for index, group in enumerate(groups)}
 
     def fill(self, rows: Rows, slots: Sequence[int]) -> None:
-        """Take the rows of a step, given each one's slot. Chunks with too few are filled up at their beginning."""
+        """Take the rows of a step, given the slot of each. Chunks with too few rows are padded at their beginning."""
         shape = self.shape
         columns = [rows.token_id, rows.position, slots, rows.phase, rows.entry]
         for group in self.groups:

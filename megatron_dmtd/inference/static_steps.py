@@ -30,7 +30,7 @@ class StaticSteps:
         self.num_steps = 0
         self._programs: dict[tuple[str, StaticShape], tuple[StaticPass, Program]] = {}
         for table in self.tables.values():
-            # Rows that are nobody's read their own scratch page, so that they stay finite.
+            # Padding rows read a scratch page of their own, so that they stay finite.
             table.page_SP[num_slots] = store.num_pages + num_slots
 
     @property

@@ -21,7 +21,7 @@ from megatron_dmtd.inference.stats import Stats
 
 
 class StepLoop:
-    """The unfinished requests of an engine, and the steps that advance them."""
+    """The unfinished requests of an engine, and the steps that decode them."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self.scheduler, self.runner = scheduler, runner
@@ -29,10 +29,10 @@ class StepLoop:
         self.weights_version = 0
         """Of the weights that the next step decodes with."""
         self._requests: dict[int, Request] = {}
-        """By the identity of the sequence that the scheduler knows."""
+        """By the identity of the scheduler's sequence."""
 
     def add(self, request: Request) -> None:
-        """Queue one sample of a request that has been let in."""
+        """Queue one sample of a request that has passed the checks."""
         self._requests[id(request.sequence)] = request
         self.scheduler.add(request.sequence)
 
@@ -63,7 +63,7 @@ class StepLoop:
         return events + [Event(one.request_id, one.sample, None, self._finish(one, "length")) for one in ended]
 
     def check_integrity(self) -> None:
-        """The law of every group of pages, and that nothing is held without a reason."""
+        """Check every group of pages, and that nothing is held without a reason."""
         self.scheduler.store.check_integrity(self.scheduler.owned())
         assert len(self._requests) == len(self.scheduler.waiting) + len(self.scheduler.running)
 
@@ -71,7 +71,7 @@ class StepLoop:
         return self._requests[id(part.sequence)]
 
     def _logits(self, plan: StepPlan, step: Sequence[Scheduled], last_rows: list[int]) -> torch.Tensor:
-        """Logits `[F, V]` of `last_rows`; prompts whose log probabilities are asked for are scored on the way."""
+        """Logits `[F, V]` of `last_rows`. Prompts whose log probabilities are asked for are scored at the same time."""
         scored = self._scored_rows(plan, step)
         if not scored:
             return self.runner.run(plan, last_rows)
@@ -93,7 +93,7 @@ class StepLoop:
         return found
 
     def _advance(self, request: Request, choice: Choice) -> Event:
-        """Give a request its token, and finish the request if it ends with it."""
+        """Add a token to a request, and finish the request if it ends with it."""
         self.stats.num_new_tokens += 1
         text = request.text
         offset = 0 if text is None else text.num_characters

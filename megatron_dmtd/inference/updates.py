@@ -1,8 +1,8 @@
 """New weights for a running engine, as one stream of (Hugging Face's name, tensor), written over the old ones in place.
 
-A stream is one tensor at a time, so that a model need not fit into memory twice. A mapping is checked whole before anything
-changes. A stream can only be checked as it comes: if it turns out wrong, what it has brought is in place, and the engine must not
-go on until a whole one has been taken.
+A stream gives one tensor at a time, so that a model need not fit into memory twice. A mapping is checked completely before
+anything changes. A stream can only be checked as it arrives: if it turns out to be wrong, the tensors so far have been written,
+and the engine must not decode until a complete one has been taken.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ class WeightUpdate:
 
 
 def incomplete(error: BaseException) -> CheckpointError:
-    """What an engine says until it has whole weights again."""
+    """The refusal of an engine until it has complete weights again."""
     reason = error.found if isinstance(error, DMTDError) else f"{type(error).__name__}: {error}"
     return CheckpointError(
-        found=f"weights of which an update brought only a part ({reason})",
+        found=f"weights of which an update replaced only a part ({reason})",
         required="all tensors of one model",
-        remedy="call update_weights again with a whole stream",
+        remedy="call update_weights again with a complete stream",
     )

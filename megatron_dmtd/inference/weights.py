@@ -1,8 +1,8 @@
 """Weights of a decoder, fused for decoding: one matrix gives q, k and v, one gives gate and up.
 
-They are read by the names of `architecture.tensors`, each once, into memory that stays theirs: `ModelWeights.update` overwrites
-it in place, so whatever holds an address of it (a CUDA graph, a kernel's arguments) computes with the new weights from then on.
-Nothing here knows of requests, caches or files.
+They are read by the names of `architecture.tensors`, each once, into memory that is never moved: `ModelWeights.update` overwrites
+it in place, so everything that holds an address (a CUDA graph, a kernel's arguments) computes with the new weights from then on.
+Nothing here knows requests, caches or files.
 
 Shape legend: X hidden size, D head width, V vocabulary.
 """
@@ -52,22 +52,22 @@ class LayerWeights:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """What a visit multiplies with."""
+        """The matrices of a visit."""
         return (self.qkv, self.o, self.gate_up, self.down)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class ModelWeights:
-    """A whole decoder, and in which order its layers are visited."""
+    """A whole decoder, and the order in which its layers are visited."""
 
     schedule: Schedule
     embedding_VX: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Norm
     head: Linear
-    """On the embedding's memory if the two are tied."""
+    """Shares the embedding's memory if the two are tied."""
     places: Mapping[str, WriteTensor]
-    """Where each tensor goes, by its name in `architecture.decoder_tensors`."""
+    """Where each tensor is written, by its name in `architecture.decoder_tensors`."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a text, as the model's directory says."""
     directory: Path | None = None
@@ -181,7 +181,7 @@ class _Builder:
         return Norm(weight, spec.eps)
 
     def _linear(self, parts: Sequence[str]) -> DenseLinear:
-        """One layer for parts that are applied to the same input, one below the other."""
+        """One layer for parts that are applied to the same input, their rows concatenated."""
         sizes = [self.shapes[f"{part}.weight"] for part in parts]
         linear = DenseLinear.empty(
             sum(rows for rows, _ in sizes),

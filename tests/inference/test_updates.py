@@ -147,7 +147,7 @@ def test_other_weights_are_refused_and_a_mapping_changes_nothing(tmp_path, how, 
     assert answers(engine) == before and engine.weights_version == 0
     with pytest.raises(CheckpointError, match=found):
         engine.update_weights(iter(wrong.items()))
-    with pytest.raises(CheckpointError, match="an update brought only a part"):
+    with pytest.raises(CheckpointError, match="an update replaced only a part"):
         engine.generate([[1, 2]], max_new_tokens=1)
     engine.update_weights(stream_directory(old))
     assert answers(engine) == before

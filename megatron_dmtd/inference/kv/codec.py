@@ -1,4 +1,4 @@
-"""How K and V lie in memory. All writing and reading goes through a codec, so that another format is one file.
+"""Formats of K and V in memory. All writing and reading goes through a codec, so that another format is one file.
 
 Shape legend: P pages, T entries per page, G key/value heads, D head width, R rows written, B requests, K = P T keys read.
 """
@@ -51,7 +51,7 @@ class Codec(Protocol):
         """Memory of one page of one visit."""
 
     def allocate(self, shape: PageShape, *, num_pages: int, device: torch.device) -> EncodedPages:
-        """Pages that read as zeros: what a mask hides must not be NaN."""
+        """Pages filled with zeros: what a mask hides must not be NaN."""
 
 
 class PlainPages:
@@ -61,10 +61,10 @@ class PlainPages:
         size = (num_pages, shape.num_key_value_heads, shape.page_size, shape.head_dim)
         self.v_PGTD = torch.zeros(size, dtype=dtype, device=device)
         if device.type == "cpu":
-            # Keys lie entry next to entry: scores of a page are then sums of whole vectors.
+            # Entries of a key dimension are adjacent: the scores of a page are then sums of whole vectors.
             self.k_PGDT = torch.zeros((*size[:2], shape.head_dim, shape.page_size), dtype=dtype)
         else:
-            # As values do: pages are then gathered in one copy.
+            # The layout of values: pages are then gathered in one copy.
             self.k_PGDT = torch.zeros_like(self.v_PGTD).transpose(-2, -1)
 
     def write(self, page_R: torch.Tensor, offset_R: torch.Tensor, k_RGD: torch.Tensor, v_RGD: torch.Tensor) -> None:
@@ -99,7 +99,7 @@ class PlainCodec:
 
 
 def _gathered(pages_PGTD: torch.Tensor, page_BP: torch.Tensor) -> torch.Tensor:
-    """Entries `[B, G, K, D]` of pages, taken key head by key head so that they come to lie side by side in one copy."""
+    """Entries `[B, G, K, D]` of pages, gathered key head by key head so that one copy makes them contiguous."""
     num_heads = pages_PGTD.shape[1]
     index_BGP = page_BP[:, None] * num_heads + torch.arange(num_heads, device=page_BP.device)[:, None]
     return pages_PGTD.flatten(0, 1)[index_BGP].flatten(2, 3)

@@ -1,6 +1,6 @@
-"""The pages of every slot, on the device: what kernels and gathers look addresses up in.
+"""The pages of every slot, on the device, where kernels and gathers look up addresses.
 
-Kept between steps, so that a step's work does not grow with the length of texts, and in place, so that recorded steps find them.
+Kept between steps, so that a step's work does not grow with the length of texts, and at fixed addresses, for recorded steps.
 
 Shape legend: S slots, P pages of the longest request.
 """
@@ -33,13 +33,13 @@ class DeviceTable:
 
 
 class DeviceTables:
-    """The same of all groups. One slot more than there are requests belongs to nobody."""
+    """The same for all groups. There is one slot more than requests, for padding rows."""
 
     def __init__(self, store: KVStore, *, num_slots: int, max_entries: int, device: torch.device) -> None:
         max_pages = -(-max_entries // store.page_size)
         self.by_group: Mapping[str, DeviceTable] = {name: DeviceTable(num_slots + 1, max_pages, device) for name in store.groups}
 
     def update(self, slot: int, tables: PageTables) -> None:
-        """Note the pages that the request in `slot` has got."""
+        """Record the new pages of the request in `slot`."""
         for name, table in self.by_group.items():
             table.update(slot, tables[name])

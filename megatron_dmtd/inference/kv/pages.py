@@ -1,4 +1,4 @@
-"""Who owns which pages of a group: a free list, owners counted per page, and a law that can be checked at any time.
+"""Owners of the pages of a group: a free list, a count of owners per page, and an invariant that can be checked at any time.
 
 Numbers only. A page holds the K and V of `page_size` consecutive entries of every visit of its group. Pages of a prefix may
 have several owners: requests, and the prefix index. A page is freed when its last owner lets go, exactly once.
@@ -20,7 +20,7 @@ class PageTable:
 
 
 class PageTables(dict[str, PageTable]):
-    """The pages of one request: a table for each group, by its name. Where nothing was taken yet, an empty one."""
+    """The pages of one request: a table for each group, by its name; empty ones at first."""
 
     def __missing__(self, name: str) -> PageTable:
         self[name] = table = PageTable()
@@ -50,7 +50,7 @@ class PagePool:
         return max(0, self.pages_for(num_entries) - len(table.pages))
 
     def grow(self, table: PageTable, num_entries: int) -> None:
-        """Give `table` the pages that it lacks. The caller has seen to it that enough are free."""
+        """Give `table` the pages that it lacks. The caller has checked that enough are free."""
         count = self.missing(table, num_entries)
         assert count <= len(self._free), f"{self.name}: {count} pages asked for, {len(self._free)} free"
         for _ in range(count):

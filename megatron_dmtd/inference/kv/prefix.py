@@ -21,7 +21,7 @@ ROOT = 0
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """How much of a sequence the index knows: its last entry, and its number of pages."""
+    """How much of a sequence is in the index: its last entry, and its number of pages."""
 
     entry_id: int = ROOT
     num_pages: int = 0
@@ -126,10 +126,10 @@ class PrefixIndex:
         return entry
 
     def evict_one(self) -> bool:
-        """Let go of one entry without children: the least recently used one whose pages nobody else owns, or else any: its
-        parent may then be let go of. False if there is none.
+        """Remove one entry without children: the least recently used one whose pages nobody else owns, or else any, since its
+        parent may then be removed. False if there is none.
 
-        A request's pages lie on one path, so at most one leaf per request is passed over, however many leaves there are.
+        A request's pages are on one path, so at most one leaf per request is skipped, however many leaves there are.
         """
         passed_over: list[_Entry] = []
         victim = None
@@ -172,7 +172,7 @@ class PrefixIndex:
         self.store.release(entry.tables)
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Remove everything."""
         for entry in self._entries.values():
             self.store.release(entry.tables)
         self._entries.clear()

@@ -1,8 +1,8 @@
 """The K/V store of decoding: one group of pages for each K/V group of the schedule, asked and returned together.
 
-What a group holds, and how many entries a request has there, the schedule says (`architecture.KVGroup`). An entry's address is a
-page and an offset; the position that its key was rotated by is the planner's business alone. This file stores, and knows which
-pages are whose.
+The schedule says what a group holds, and how many entries a request has there (`architecture.KVGroup`). An entry's address is a
+page and an offset; only the planner deals with the position by which its key was rotated. This file stores entries, and knows who
+owns which page.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class KVStore:
         codec: The format of all pages.
         num_pages: Pages of each group.
         page_size: Entries per page.
-        num_scratch_pages: More pages after those of each group; they are nobody's, and hold nothing between steps.
+        num_scratch_pages: Additional pages after those of each group; they have no owner and hold nothing between steps.
         device: Where the pages are.
         """
         self.method: Method = schedule.method
@@ -112,7 +112,7 @@ class KVStore:
         return all(store.pages.num_owners(page) == 1 for name, store in self.groups.items() for page in tables[name].pages)
 
     def check_integrity(self, tables: Iterable[PageTables]) -> None:
-        """The law of every group's pages, given everything that owns some."""
+        """Check the pages of every group, given everything that owns some."""
         owned = list(tables)
         for name, store in self.groups.items():
             store.pages.check_integrity(table[name].pages for table in owned)

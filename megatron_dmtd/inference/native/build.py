@@ -1,7 +1,7 @@
 """Compile the C files of this folder for this machine, and load them.
 
-The library is made again in a temporary directory for each process, so that it always fits the CPU and nothing is left behind. It
-shares torch's OpenMP threads: torch has loaded `libgomp.so.1` before, and the loader gives every later user the same one.
+The library is compiled in a temporary directory for each process, so that it always fits the CPU and nothing is left behind. It
+shares torch's OpenMP threads: torch has already loaded `libgomp.so.1`, and the loader gives every later user the same one.
 """
 
 from __future__ import annotations

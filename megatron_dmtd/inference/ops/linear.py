@@ -1,6 +1,6 @@
 """Linear layers as values: each owns its weight, the format that it is stored in, and its bias.
 
-A new format is a new class here and its kernel (`matmul.PRODUCTS`): whoever multiplies asks for neither.
+A new format is a new class here and its kernel (`matmul.Product`); code that multiplies needs to know neither.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class Linear(Protocol):
 
     @property
     def in_features(self) -> int:
-        """Width of what it is applied to."""
+        """Width of its input."""
 
     @property
     def out_features(self) -> int:
-        """Width of what it gives."""
+        """Width of its output."""
 
     @property
     def num_bytes(self) -> int:
@@ -39,7 +39,7 @@ class Linear(Protocol):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DenseLinear:
-    """Numbers as they are: fp32, bf16 or fp64. Under activations of another type, the weight is converted for each product."""
+    """Plain numbers: fp32, bf16 or fp64. If activations have another type, the weight is converted for each product."""
 
     weight: torch.Tensor
     """`[out, in]`, contiguous."""

@@ -17,17 +17,17 @@ import torch
 
 from megatron_dmtd.inference.ops.linear import DenseLinear, Linear
 
-#: At most so many rows always go to our kernel: on a busy machine a measurement would choose at random.
+#: Up to this many rows our own kernel is always used: on a busy machine a measurement would choose at random.
 FEW_ROWS = 8
-#: Numbers of rows that are measured; a product uses the kernel that won at the next larger one.
+#: Numbers of rows that are measured; a product uses the kernel that was fastest at the next larger one.
 ROW_COUNTS = (12, 16, 24, 32, 64)
 #: Calls per kernel and number of rows; the fastest counts, since other work on the machine only makes calls slower.
 TRIALS = 5
-#: Another kernel is taken only where it takes less than this share of our own's time: measurements are never quiet.
+#: Another kernel is used only if it takes less than this fraction of our own's time: measurements are noisy.
 CLEARLY_FASTER = 0.9
 #: More rows than the largest of `ROW_COUNTS`: torch's.
 LARGE = "linear"
-#: Measurements of this process, so that all its engines on weights of the same shapes choose alike, and measure once.
+#: Measurements of this process, so that all its engines on weights of the same shapes choose the same kernels and measure once.
 _MEASURED_MS: dict[tuple[int, int, tuple[tuple[torch.Size, torch.dtype], ...]], dict[str, float]] = {}
 
 #: (out, x, linear, residual): writes `residual + x @ weight.T + bias` to `out`, which may be `residual`. All contiguous.
@@ -114,7 +114,7 @@ def fastest_ms(kernels: Mapping[str, DenseKernel], linears: Sequence[DenseLinear
     generator = torch.Generator()
     inputs = [torch.zeros(rows, linear.in_features).normal_(generator=generator.manual_seed(0)) for linear in linears]
     outputs = [torch.empty(rows, linear.out_features) for linear in linears]
-    # One thread's own time does not count what other programs take from it; several threads can only be timed from outside.
+    # A single thread's CPU time excludes what other programs take; several threads can only be timed by the wall clock.
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     best_s = dict.fromkeys(kernels, float("inf"))
     for _ in range(TRIALS):

@@ -1,6 +1,6 @@
 """The arithmetic of a pass in compiled C, for a few rows in fp32 on a CPU. The same to rounding as `torch_ops`.
 
-Results live in buffers that the next visit uses again: nothing is allocated in the steady state.
+Results are in buffers that the next visit reuses: nothing is allocated in the steady state.
 
 Shape legend: R rows of a pass, F rows that leave a visit, X hidden size, H query heads, G key/value heads, D head width, I
 feed-forward width.
@@ -21,7 +21,7 @@ from megatron_dmtd.inference.ops.protocol import LayerVisit
 from megatron_dmtd.inference.passes import ENTRY, POSITION, SLOT, Pass
 from megatron_dmtd.inference.weights import ModelWeights, Norm
 
-#: Entries per page and the head width are walked in whole vectors.
+#: Entries per page and the head width are processed in whole vectors.
 LANES = 16
 #: Rows of one chunk beyond which a pass is a piece of a prompt, and torch's kernels win.
 MAX_ROWS_PER_CHUNK = 16

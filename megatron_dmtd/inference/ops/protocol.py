@@ -1,5 +1,5 @@
-"""The arithmetic of a pass, as its implementations share it: torch's (`torch_ops`, static shapes included) and compiled C's
-(`native_ops`). What a visit works on is one object, made once.
+"""The arithmetic of a pass, as a protocol for its implementations: in torch (`torch_ops`, static shapes included) and in compiled
+C (`native_ops`). Everything that a visit works on is one object, made once.
 
 Shape legend: R rows of a pass, F rows that leave a visit, X hidden size, H query heads, G key/value heads, D head width, I
 feed-forward width, V vocabulary, N positions.
@@ -60,7 +60,7 @@ class LayerVisit:
 
 
 class Ops(Protocol):
-    """The arithmetic of one pass. What a method gives may be overwritten by the next call of the same method, except `head`'s."""
+    """The arithmetic of one pass. A result may be overwritten by the next call of the same method, except that of `head`."""
 
     def norm(self, x_RX: torch.Tensor, norm: Norm) -> torch.Tensor:
         """RMSNorm over the last dimension, in fp32 or wider."""
