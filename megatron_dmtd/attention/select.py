@@ -15,10 +15,10 @@ def _refuse(name: str, device: torch.device, *, required: str, remedy: str) -> C
 
 
 #: minimum head width of torch's Triton kernels for FlexAttention (torch 2.13, `_inductor/kernel/flex/flex_attention.py`)
-FLEX_MIN_WIDTH = 16
+FLEX_MIN_HEAD_DIM = 16
 
 
-def select_backend(name: str, device: torch.device, *, head_width: int) -> str:
+def select_backend(name: str, device: torch.device, *, head_dim: int) -> str:
     """The backend that `name` means on `device`, for training. Raises `CapabilityError` if it cannot train there."""
     on_cpu = device.type == "cpu"
     if name == "auto":
@@ -27,10 +27,10 @@ def select_backend(name: str, device: torch.device, *, head_width: int) -> str:
         raise _refuse(name, device, required="a CPU, whose kernels it calls", remedy="use flex, or masked for short rows")
     if name == "flex" and on_cpu:
         raise _refuse(name, device, required="a GPU: torch has no backward pass of FlexAttention on a CPU", remedy="use dense")
-    if name == "flex" and head_width < FLEX_MIN_WIDTH:
+    if name == "flex" and head_dim < FLEX_MIN_HEAD_DIM:
         raise CapabilityError(
-            found=f"parallel.attention_backend = flex with a head width of {head_width}",
-            required=f"a head width of at least {FLEX_MIN_WIDTH}: torch's kernels do not support narrower ones",
+            found=f"parallel.attention_backend = flex with a head width of {head_dim}",
+            required=f"a head width of at least {FLEX_MIN_HEAD_DIM}: torch's kernels do not support narrower ones",
             remedy="use masked for short rows, or raise model.head_dim",
         )
     if name == "te":

@@ -25,7 +25,7 @@ from megatron_dmtd.training.state import RunState
 
 def build_models(config: Config, platform: Platform) -> list[CycleModel]:
     """The rank's stages on its device, with initial weights that do not depend on the layout."""
-    backend = select_backend(config.parallel.attention_backend, platform.device, head_width=config.model.head_dim)
+    backend = select_backend(config.parallel.attention_backend, platform.device, head_dim=config.model.head_dim)
     megatron_config, placement = transformer_config(config, on_cuda=platform.is_cuda), place(config)
     models = []
     for stage in placement.stages_of(parallel_state.get_pipeline_model_parallel_rank()):

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from megatron_dmtd.attention import flex as flex_backend
 from megatron_dmtd.attention.flex import FlexAttention
 from megatron_dmtd.attention.masked import MaskedAttention
-from megatron_dmtd.attention.select import FLEX_MIN_WIDTH
+from megatron_dmtd.attention.select import FLEX_MIN_HEAD_DIM
 from tests.attention.layouts import CYCLE, attend_shadow, layout_of, streams_of
 from tests.support.tiny import VARIANTS
 
@@ -37,7 +37,7 @@ def test_flex_equals_masked_forward_and_backward_on_a_gpu(variant: str, window: 
     layout = layout_of(((256, 512), (768,)), variant, device="cuda")
     results = []
     for backend in (MaskedAttention(layout), FlexAttention(layout)):
-        streams = [stream.cuda().requires_grad_() for stream in streams_of(2, 768, torch.float32, width=FLEX_MIN_WIDTH)]
+        streams = [stream.cuda().requires_grad_() for stream in streams_of(2, 768, torch.float32, width=FLEX_MIN_HEAD_DIM)]
         out = [backend.real(*streams[:3], window=window), attend_shadow(backend, streams, variant, window)]
         sum(part.square().sum() for part in out).backward()
         results.append([*out, *(stream.grad for stream in streams if stream.grad is not None)])

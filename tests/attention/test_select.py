@@ -11,7 +11,7 @@ from megatron_dmtd.errors import CapabilityError
 
 def test_backends_are_chosen_by_device_and_refused_by_name() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    select = functools.partial(select_backend, head_width=16)
+    select = functools.partial(select_backend, head_dim=16)
     assert (select("auto", cpu), select("auto", cuda)) == ("dense", "flex")
     assert select("masked", cpu) == select("masked", cuda) == "masked"
     with pytest.raises(CapabilityError, match="attention_backend = flex on cpu"):
@@ -26,5 +26,5 @@ def test_backends_are_chosen_by_device_and_refused_by_name() -> None:
 def test_heads_too_narrow_for_the_kernels_of_a_gpu_are_refused(name: str) -> None:
     cuda = torch.device("cuda")
     with pytest.raises(CapabilityError, match="attention_backend = flex with a head width of 8"):
-        select_backend(name, cuda, head_width=8)
-    assert select_backend("masked", cuda, head_width=8) == "masked"
+        select_backend(name, cuda, head_dim=8)
+    assert select_backend("masked", cuda, head_dim=8) == "masked"

@@ -55,7 +55,7 @@ def step_of_fakes(forms: list[tuple[str, str]]) -> list[tuple[int, tuple[int, ..
                 transformer_config(config, on_cuda=False),
                 placement,
                 stage,
-                backend=select_backend("dense", platform.device, head_width=config.model.head_dim),
+                backend=select_backend("dense", platform.device, head_dim=config.model.head_dim),
             )
             check_megatron(decoder_of(config.model), {name: spec_of(parameter) for name, parameter in model.named_parameters()})
             tokens, positions = torch.zeros(1, slots, dtype=torch.long), torch.arange(slots)[None]
