@@ -11,7 +11,7 @@ from megatron_dmtd.hf import DMTDQwen3Config, DMTDQwen3ForCausalLM
 
 VOCABULARY, MASK_ID = 61, 60
 #: what an ordinary decoder's configuration does not have
-CYCLE_FIELDS = (
+DMTD_FIELDS = (
     "mtp_horizon",
     "num_parallel_layers",
     "num_sequential_layers",
@@ -19,6 +19,7 @@ CYCLE_FIELDS = (
     "dmtd_history_mode",
     "dmtd_block_attention",
     "qk_norm",
+    "attention_output_bias",
 )
 NAMES = sorted(VARIANTS)
 each_variant = pytest.mark.parametrize("variant", NAMES)
@@ -76,7 +77,7 @@ def decoded_logits(model: DMTDQwen3ForCausalLM, ids_BW: torch.Tensor, prompt_len
 def vanilla_decoder(model: DMTDQwen3ForCausalLM):
     """The same weights in transformers' own Qwen3, or Llama without q and k norms."""
     fields = {**model.config.to_dict(), "attn_implementation": "eager"}
-    for name in ("model_type", "architectures", "transformers_version", "dtype", *CYCLE_FIELDS):
+    for name in ("model_type", "architectures", "transformers_version", "dtype", *DMTD_FIELDS):
         fields.pop(name, None)
     if model.config.qk_norm:
         vanilla = Qwen3ForCausalLM(Qwen3Config(**fields))
