@@ -1,12 +1,18 @@
+import dataclasses
+
 import pytest
 import torch
 
+from megatron_dmtd.architecture import RotaryProfile, make_schedule
+from megatron_dmtd.architecture.rotary import rotary_tables
 from megatron_dmtd.architecture.schedule import PARALLEL, SEQUENTIAL
+from megatron_dmtd.families import hf_name
 from megatron_dmtd.inference import Engine, EngineConfig
 from megatron_dmtd.inference.ops.native_ops import NativeOps
 from megatron_dmtd.inference.ops.torch_ops import TorchOps
+from megatron_dmtd.inference.weights import build_model
 from tests.inference.ops.passes_to_try import SHAPE, Setting
-from tests.inference.oracle_models import model_of
+from tests.inference.oracle_models import YARN, decoder_of, method_of, model_of
 from tests.oracles.parallel_dmtd import FOUR_VARIANTS, Shape, random_weights
 
 KIND = ("real", "bidirectional")
@@ -16,7 +22,7 @@ def test_every_visit_works_on_its_layer_and_its_place_in_the_store():
     setting = Setting(*KIND)
     visits = setting.forward.visits
     assert [visit.weights for visit in (*visits[PARALLEL], *visits[SEQUENTIAL])] == list(setting.model.layers)
-    assert [visit.group for visit in visits[PARALLEL]] == ["parallel/window-18/2x16", "parallel/full/2x16"]
+    assert [visit.group for visit in visits[PARALLEL]] == ["parallel/window-18/2x16", "parallel/window-3/2x16"]
     for pass_name in (PARALLEL, SEQUENTIAL):
         for visit, bound in zip(setting.schedule.pass_visits(pass_name), visits[pass_name]):
             assert bound.pages is setting.store.groups[visit.kv_group].places[visit.kv_place]
@@ -66,3 +72,21 @@ def test_a_schedule_without_a_parallel_pass_keeps_nothing():
     engine = Engine(model_of(shape, random_weights(shape, seed=1)), EngineConfig(max_batch=1))
     assert engine.runner.forward.visits[PARALLEL] == ()
     assert engine.runner.forward.kept(None) is None
+
+
+def test_each_layer_is_rotated_by_its_own_profile():
+    long = RotaryProfile(theta=1e6, scaling=YARN)
+    plain = decoder_of(SHAPE)
+    layers = tuple(
+        dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, rotary=long)) if index in (1, 2) else layer
+        for index, layer in enumerate(plain.layers)
+    )
+    schedule = make_schedule(dataclasses.replace(plain, layers=layers), method_of(SHAPE, *KIND))
+    weights = random_weights(SHAPE, seed=1)
+    engine = Engine(build_model(schedule, lambda name: weights[hf_name(name)]), EngineConfig(max_batch=1))
+    visits = [visit for name in (PARALLEL, SEQUENTIAL) for visit in engine.runner.forward.visits[name]]
+    assert visits[0].rotary is visits[3].rotary and visits[1].rotary is visits[2].rotary
+    for visit, profile in zip(visits, (plain.layers[0].attention.rotary, long, long, plain.layers[0].attention.rotary)):
+        cos_ND, sin_ND = rotary_tables(torch.arange(7), profile, 16, torch.float32)
+        assert torch.equal(visit.rotary.cos_ND[:7], cos_ND) and torch.equal(visit.rotary.sin_ND[:7], sin_ND)
+    assert not torch.equal(visits[0].rotary.cos_ND, visits[1].rotary.cos_ND)

@@ -24,8 +24,8 @@ from tests.inference.oracle_models import decoder_of, method_of, model_of
 from tests.oracles.parallel_dmtd import Shape, random_weights
 
 PAGE_SIZE = 16
-#: Heads that native kernels take; a window in the first and in the last layer.
-SHAPE = Shape(head_dim=16, num_attention_heads=6, hidden_size=40, windows=(18, None, None, 5), qkv_bias=True)
+#: Heads that native kernels take; windows longer and shorter than a page and than a cycle.
+SHAPE = Shape(head_dim=16, num_attention_heads=6, hidden_size=40, windows=(18, 3, None, 5), qkv_bias=True)
 
 
 @dataclass
@@ -36,6 +36,8 @@ class Setting:
     block_attention: str
     starts: tuple[int, int] = (36, 20)
     dtype: torch.dtype = torch.float32
+    shift: int = 0
+    """Added to the positions of all rows; entries stay where they are."""
 
     def __post_init__(self) -> None:
         kind = self.history, self.block_attention
@@ -60,6 +62,8 @@ class Setting:
             Chunk(slot=slot, tokens=[3] * (start + 1), start=start, stop=start + 1) for slot, start in enumerate(self.starts)
         ]
         self.plan: StepPlan = plan_step(self.schedule.method, chunks)
+        for rows in (self.plan.parallel, self.plan.sequential):
+            rows.position = [position + self.shift for position in rows.position]
 
     def rows(self, pass_name: str) -> tuple[Rows, list[int]]:
         """The rows of a pass, and those that leave it."""

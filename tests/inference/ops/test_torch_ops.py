@@ -24,9 +24,11 @@ def padded_qkv(setting: Setting, pass_name: str, run) -> torch.Tensor:
 
 
 @each_kind
-def test_q_and_k_are_normed_and_rotated_and_k_and_v_stored_at_their_addresses(kind):
+@pytest.mark.parametrize("shift", [0, -2])
+def test_q_and_k_are_normed_and_rotated_by_position_and_k_and_v_stored_at_their_entries(kind, shift):
+    """A position need not be an entry's number: cache operations move one and not the other."""
     for number in (0, 1):
-        setting = Setting(*kind, **WIDE)
+        setting = Setting(*kind, **WIDE, shift=shift)
         for pass_name, visit in setting.visits():
             rows, run = setting.rows(pass_name)[0], runs(setting, pass_name)[number][0]
             qkv = padded_qkv(setting, pass_name, run)
