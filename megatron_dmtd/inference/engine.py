@@ -175,7 +175,12 @@ class Engine:
         return self._loop.weights_version
 
     def update_weights(
-        self, tensors: Tensors, *, running: Literal["recompute", "keep"] = "recompute", version: int | None = None
+        self,
+        tensors: Tensors,
+        *,
+        running: Literal["recompute", "keep"] = "recompute",
+        version: int | None = None,
+        staging: bool = True,
     ) -> int:
         """Take new weights between two steps, in place of the old ones. Cached prefixes of the old ones are forgotten.
 
@@ -186,17 +191,22 @@ class Engine:
                 computed again, so that they continue as in a fresh engine. "keep": they continue with the K and V, and the
                 current cycle, that the old weights have computed; no other request will use those.
             version: Number of the new weights. Default: one more than before.
+            staging: Copy a stream, and write nothing before all of it is known to be right; a second model's memory meanwhile.
+                False: write each tensor as it comes.
 
         Returns:
             The new version.
 
         Raises:
-            CheckpointError: The tensors are not those of this model. A mapping then changes nothing. After a stream that ends
-                early or turns out to be wrong, the engine refuses to decode until it has received complete weights.
+            ConfigError: An argument is impossible.
+            CheckpointError: The tensors are not those of this model. The old ones stay in force; only without staging, a stream
+                that ends early or turns out to be wrong leaves an engine that refuses to decode until it has complete weights.
         """
         if running not in ("recompute", "keep"):
             raise ConfigError(found=f"running={running!r}", required="'recompute' or 'keep'", remedy="change running")
-        update = WeightUpdate(self.model)
+        if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
+            raise ConfigError(found=f"version={version!r}", required="an integer, or None", remedy="change version")
+        update = WeightUpdate(self.model, staging=staging)
         try:
             update.take(tensors)
         except BaseException as error:
