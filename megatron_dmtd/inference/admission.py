@@ -1,6 +1,6 @@
-"""What a request must be to be let in: ids of the vocabulary, a length that fits, parameters that are possible.
+"""Checks of a request before it is queued: ids of the vocabulary, a length that fits, valid parameters.
 
-Numbers only: nothing here knows of a running engine.
+Numbers only: nothing here knows a running engine.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def check_length_cap(max_new_tokens: object, params: SamplingParams) -> None:
 
 
 def checked_prompt(prompt_ids: object, max_new_tokens: int, *, vocab_size: int, max_length: int) -> list[int]:
-    """The prompt as a list. Raises `DataError` if it is no list of ids, empty, or too long, or has unknown ids."""
+    """The prompt as a list. Raises `DataError` unless it is a list of ids of the vocabulary, neither empty nor too long."""
     prompt = checked_ids(prompt_ids, vocab_size)
     check_length(len(prompt), max_new_tokens, max_length)
     return prompt
 
 
 def checked_ids(prompt_ids: object, vocab_size: int) -> list[int]:
-    """The prompt as a list. Raises `DataError` if it is no list of ids, or empty, or has unknown ids."""
+    """The prompt as a list. Raises `DataError` unless it is a list of ids of the vocabulary, not empty."""
     prompt = token_ids_of(prompt_ids)
     if not prompt:
         raise DataError(found="an empty prompt", required="at least one token", remedy="start with a token, such as bos")
@@ -54,7 +54,7 @@ def checked_ids(prompt_ids: object, vocab_size: int) -> list[int]:
 
 
 def check_length(prompt_length: int, max_new_tokens: int, max_length: int, *, name: str = "max_new_tokens") -> None:
-    """Accept a prompt and its output, or raise `DataError`. `name`: what the caller knows the output's length cap by."""
+    """Accept a prompt and its output, or raise `DataError`. `name`: the caller's name for the length cap of the output."""
     if prompt_length + max_new_tokens > max_length:
         raise DataError(
             found=f"a prompt of {prompt_length} tokens and {name}={max_new_tokens}",
@@ -64,7 +64,7 @@ def check_length(prompt_length: int, max_new_tokens: int, max_length: int, *, na
 
 
 def token_ids_of(prompt_ids: object) -> list[int]:
-    """A prompt's ids. Raises `DataError` for a text, a number, or ids that are no integers: none of them is guessed at."""
+    """A prompt's ids. Raises `DataError` for a text, a number, or ids that are not integers: nothing is guessed."""
     remedy = "tokenize the text, and pass a list of such lists"
     if isinstance(prompt_ids, str | bytes) or not isinstance(prompt_ids, Iterable):
         raise DataError(found=f"a prompt of type {type(prompt_ids).__name__}", required="a list of token ids", remedy=remedy)

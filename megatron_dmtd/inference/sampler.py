@@ -1,8 +1,8 @@
 """From logits to a token: one request at a time, so that no other request of the batch can change its tokens.
 
-Randomness is a function of (seed, sample, number of the token), not a stream: a request that is preempted and resumed, or decoded
-in other company, draws the same numbers. Order of the steps, as in transformers: bias, penalties, temperature, top-k, top-p,
-min-p.
+Random numbers depend on (seed, sample, number of the token) and are not a stream: a request that is preempted and resumed, or
+decoded with other requests, draws the same numbers. Order of the steps, as in transformers: bias, penalties, temperature, top-k,
+top-p, min-p.
 
 Shape legend: V vocabulary, R rows.
 """
@@ -104,7 +104,7 @@ def truncated(logits_V: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def _drawn(probability_V: torch.Tensor, number: float) -> int:
-    """The token in whose stretch of the cumulative probabilities `number` falls."""
+    """The token in whose interval of the cumulative probabilities `number` falls."""
     cumulative_V = probability_V.cumsum(-1)
     index = int(torch.searchsorted(cumulative_V, number * float(cumulative_V[-1]), right=True))
     possible = probability_V.nonzero()

@@ -1,4 +1,4 @@
-"""What a request may ask of sampling: its settings, their types and ranges. No torch."""
+"""Sampling parameters of a request, their types and ranges. No torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same for each token of the prompt but its first. Such a prompt is computed whole: it reuses no prefix."""
     stop_token_ids: tuple[int, ...] = ()
-    """End after any of these, besides the model's own."""
+    """End after any of these, in addition to the model's own."""
     ignore_eos: bool = False
     """Do not end at the model's own stop tokens."""
     stop: tuple[str, ...] = ()
@@ -93,14 +93,14 @@ class SamplingParams:
         return len(self.logit_bias) == vocab_size and all(bias == -math.inf for bias in self.logit_bias.values())
 
     def _check_types(self) -> None:
-        """Refuse by name what would break a step in which other requests take part, or be read as something else."""
+        """Refuse by name what would break a step that other requests share, or would be read as something else."""
         for name, is_right, required in _TYPES:
             if not is_right(getattr(self, name)):
                 raise ParameterError(name, getattr(self, name), required)
 
     @property
     def is_plain_greedy(self) -> bool:
-        """The token is the largest logit and nothing more is asked for."""
+        """Whether the token is the largest logit and nothing else is asked for."""
         return (
             self.temperature == 0
             and self.repetition_penalty == 1

@@ -1,4 +1,4 @@
-"""The border to text: tokenizers of model directories, and prompts as token ids."""
+"""The boundary to text: tokenizers of model directories, and prompts as token ids."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def load_tokenizer(directory: Path | None) -> Any:
     """The tokenizer of a model directory.
 
     Raises:
-        ModelError: The directory is no model's.
-        CheckpointError: It is none, or has no tokenizer, or one that cannot be read.
+        ModelError: The directory is not a model's.
+        CheckpointError: There is no directory, or it has no tokenizer, or one that cannot be read.
     """
     from transformers import AutoTokenizer
 
@@ -30,7 +30,7 @@ def load_tokenizer(directory: Path | None) -> Any:
         )
     try:
         return AutoTokenizer.from_pretrained(directory)
-    except Exception as error:  # whatever the class of tokenizer makes of a damaged file
+    except Exception as error:  # whatever the class of tokenizer raises for a damaged file
         raise CheckpointError(
             found=f"a tokenizer in {directory} that transformers cannot read: {type(error).__name__}: {error}",
             required="a whole tokenizer",

@@ -1,4 +1,4 @@
-"""Answers in the form of OpenAI's API, whole or chunk by chunk. Knows no HTTP."""
+"""Answers in the form of OpenAI's API, complete or in chunks. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron_dmtd.inference import Event
 from megatron_dmtd.inference.detokenizer import Detokenizer, TokenDecoder
 from megatron_dmtd.inference.sampler import Choice
 
-#: Lists of more items are those of tokens: many, and each of them small.
+#: Longer lists are lists of tokens: many small items.
 _MANY = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token, and where in the output's text begins what it is part of: its own text, or that of a few that share characters."""
+    """A token, and where its text begins in the output; tokens that share characters begin at the same place."""
 
     choice: Choice
     offset: int
@@ -45,7 +45,7 @@ class Sample:
         """Of the prompt's tokens, at the end, if asked for."""
 
     def add(self, event: Event) -> Piece | None:
-        """What one more token makes certain; None if that is nothing yet."""
+        """The text that one more token makes certain; None if there is none yet."""
         if event.completion is not None:
             self.prompt_logprobs = event.completion.prompt_logprobs
         if event.choice is None:
@@ -59,12 +59,12 @@ class Sample:
 
 
 def _finite(logprob: float | None) -> float | None:
-    """JSON has no infinity; -9999 is what OpenAI's API says instead. The first token of a text has none at all."""
+    """JSON has no infinity, for which OpenAI's API has -9999. The first token of a text has no log probability."""
     return None if logprob is None else max(logprob, -9999.0)
 
 
 def echoed(decoder: TokenDecoder, prompt: str | None, prompt_ids: Sequence[int], choices: Sequence[Choice]) -> Piece:
-    """A prompt, to be given back before its output. `prompt`: its text, None where it came as ids. `choices`: of `Completion`."""
+    """A prompt, to be returned before its output. `prompt`: its text, None for ids. `choices`: those of `Completion`."""
     text, tokens = Detokenizer(decoder), []
     for index, token_id in enumerate(prompt_ids):
         choice = choices[index - 1] if index and choices else Choice(token_id)
@@ -90,7 +90,7 @@ def joined(pieces: Iterable[Piece]) -> Piece:
 
 
 def dumped(value: Any) -> str:
-    """JSON, written in parts: the encoder holds Python's lock from beginning to end, and everything else would stand still."""
+    """JSON, encoded in parts: the encoder holds the interpreter lock all the time, and everything else would have to wait."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{_at_once(name)}:{dumped(part)}" for name, part in value.items()) + "}"
     if isinstance(value, list):

@@ -30,7 +30,7 @@ from megatron_dmtd.serving.preparation import Preparation
 from megatron_dmtd.serving.requests import ChatRequest, CompletionRequest, GenerationRequest
 from megatron_dmtd.serving.worker import Worker
 
-#: Bytes of a body for each token that the model has room for, and of the smallest limit: reading JSON holds up everything else.
+#: Bytes of a body for each token of the model's longest text, and the smallest limit: parsing JSON blocks everything else.
 _BODY_BYTES_PER_TOKEN, _MIN_BODY_BYTES = 16, 2**20
 
 
@@ -39,22 +39,22 @@ class ServerConfig:
     """What clients see of a server."""
 
     model_name: str
-    """The name that requests and answers give the model."""
+    """The model's name in requests and answers."""
     api_key: str | None = None
-    """What clients must send as a bearer token; None: nothing."""
+    """The bearer token that clients must send; None: none."""
     defaults: Mapping[str, float]
-    """Of temperature, top_p, top_k, min_p and repetition_penalty, where a request names none."""
+    """Values of temperature, top_p, top_k, min_p and repetition_penalty for requests that do not set them."""
     max_body_bytes: int | None = None
     """Of a request at most. Default: 16 for each token of `max_length`, at least 1 MiB."""
 
 
 def make_app(worker: Worker, config: ServerConfig) -> FastAPI:
-    """The application over a worker, which it closes at its end."""
+    """The application around a worker, which it closes at the end."""
     service = _Service(worker, config)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        # A full collection of garbage would walk over all that is loaded by now, and everything else would stand still.
+        # A full garbage collection would traverse everything loaded so far, and all requests would have to wait.
         gc.collect()
         gc.freeze()
         try:
@@ -117,7 +117,7 @@ def _add_handlers(app: FastAPI) -> None:
 
 
 class _Gate:
-    """Asks for the key, and counts answers. A `BaseHTTPMiddleware` would hide from streams that their client has gone."""
+    """Checks the key and counts answers. A `BaseHTTPMiddleware` would hide from streams that their client has disconnected."""
 
     def __init__(self, app: ASGIApp, *, service: _Service) -> None:
         self._app, self._service = app, service
@@ -184,5 +184,5 @@ class _Service:
 
 
 def _route_of(scope: Scope) -> str:
-    """The route's pattern: addresses that nobody serves must not each become a metric of their own."""
+    """The route's pattern: unknown addresses must not each become a metric of their own."""
     return getattr(scope.get("route"), "path", "other")

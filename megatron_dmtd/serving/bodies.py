@@ -1,4 +1,4 @@
-"""Bodies of requests: read up to a limit, and taken for JSON objects of clean text. Knows no fields."""
+"""Bodies of requests: read up to a limit, and parsed as JSON objects of valid text. Knows no fields."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron_dmtd.serving.faults import BodyTimeoutError, BodyTooLargeError, Me
 
 #: Seconds within which a body must have arrived.
 BODY_TIMEOUT_S = 60.0
-#: Of a body that is too large so much is read and dropped, for clients that read no answer before they have sent it all.
+#: Of a body that is too large this much is read and dropped, for clients that read no answer before they have sent everything.
 MAX_DROPPED_BYTES = 64 * 2**20
-#: Lists and objects of one body: each costs as much as a long text, and everything else stands still while they are made.
+#: Most lists and objects in one body: each costs as much as a long text, and everything else has to wait while they are made.
 MAX_CONTAINERS = 32_768
 _REQUIRED = "a JSON object with fields of this route"
 _REMEDY = "see /docs for all of them"
@@ -29,7 +29,7 @@ async def read_body(request: Request, *, max_bytes: int, timeout_s: float = BODY
     """The whole body.
 
     Raises:
-        MediaTypeError: It is not said to be JSON.
+        MediaTypeError: Its content type is not JSON.
         BodyTooLargeError: It is larger than `max_bytes`; nothing beyond that is kept.
         BodyTimeoutError: It did not arrive in time.
     """

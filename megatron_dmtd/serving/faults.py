@@ -1,4 +1,4 @@
-"""Refusals over HTTP: status, and the body that OpenAI's API gives them, with the parameter that is at fault."""
+"""Refusals over HTTP: status, and a body as in OpenAI's API, with the parameter at fault."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class MediaTypeError(RequestError):
 
 
 class OverloadError(CapabilityError):
-    """As many requests wait as may. It can be tried again later."""
+    """The queue is full. The request can be tried again later."""
 
 
 class OutOfServiceError(CapabilityError):
-    """Nothing is served any more."""
+    """Requests are no longer served."""
 
 
 def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

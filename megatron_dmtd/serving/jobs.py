@@ -1,4 +1,4 @@
-"""One request on its way: its prompts in the engine, and the answer to its client, whole or as a stream of events."""
+"""One request in progress: its prompts in the engine, and the answer to its client, complete or as a stream of events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_dmtd.serving.pool import Pool
 from megatron_dmtd.serving.preparation import Prepared, Prompt
 from megatron_dmtd.serving.worker import Stream, Worker
 
-#: a client that closes its connection; nginx's status, as HTTP has none
+#: a client that has closed its connection; HTTP has no status for that, so this is nginx's
 CLIENT_GONE = 499
 
 
@@ -63,7 +63,7 @@ class Job:
         self._metrics.request_s.observe(time.perf_counter() - self._arrived_s)
 
     async def whole(self, request: Request, pool: Pool, *, echo: TokenDecoder | None) -> Response:
-        """The answer when all is done, unless the client goes first. `echo`: with the prompts before the outputs."""
+        """The answer when all is done, unless the client disconnects first. `echo`: with the prompts before the outputs."""
         collecting, leaving = asyncio.ensure_future(self._collected()), asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait((collecting, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -110,7 +110,7 @@ class Job:
         return pieces
 
     async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """New text of all samples as it comes, with the sample's number in the answer."""
+        """New text of all samples as it arrives, with the sample's number in the answer."""
         found: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue()
         readers = [asyncio.ensure_future(self._read(number, found)) for number in range(len(self._streams))]
         try:
@@ -161,7 +161,7 @@ class Events(StreamingResponse):
         self._job = job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See `StreamingResponse`. A client may go before the first chunk is asked for."""
+        """See `StreamingResponse`. A client may disconnect before the first chunk is requested."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -169,7 +169,7 @@ class Events(StreamingResponse):
 
 
 async def _disconnected(request: Request) -> None:
-    """Returns when the client has gone. The body must have been read."""
+    """Returns when the client has disconnected. The body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

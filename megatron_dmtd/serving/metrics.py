@@ -1,4 +1,4 @@
-"""Counts and times for Prometheus. What the engine counts already is read when it is asked for, not counted twice."""
+"""Counts and times for Prometheus. What the engine already counts is read on request, not counted twice."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _EngineCounts(Collector):
 
 
 class Metrics:
-    """What one server counts."""
+    """The counts of one server."""
 
     def __init__(self, worker: Worker) -> None:
         self.registry = CollectorRegistry()

@@ -1,7 +1,7 @@
-"""The published description of the API, `/openapi.json`: what each route takes, and every answer that it gives.
+"""The published description of the API, `/openapi.json`: what each route accepts, and every answer that it gives.
 
-Written by hand where the framework would guess: bodies are read by `bodies` and `requests`, and refusals look as OpenAI's do.
-Ranges that depend on the model (ids, outputs of one request) are those of the model that is served.
+Written by hand where the framework would guess: bodies are read by `bodies` and `requests`, and refusals have OpenAI's form.
+Ranges that depend on the model (ids, outputs of one request) are those of the served model.
 """
 
 from __future__ import annotations

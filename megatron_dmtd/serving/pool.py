@@ -1,4 +1,4 @@
-"""Work that takes too long for an event loop, in a few threads of its own: parsing, templates, tokenization, large answers."""
+"""Work that takes too long for an event loop, in a few threads: parsing, templates, tokenization, large answers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron_dmtd.serving.faults import OverloadError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: More would only take turns with each other and with the event loop.
+#: More threads would only compete with each other and with the event loop.
 NUM_THREADS = 2
 
 
 class Pool:
-    """A few threads, and a limit on how much waits for them. Called by the event loop alone."""
+    """A few threads, and a limit on the queue for them. Called only by the event loop."""
 
     def __init__(self, *, max_jobs: int) -> None:
         self.max_jobs = max_jobs
@@ -40,10 +40,10 @@ class Pool:
             self.num_jobs -= 1
 
     async def run(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """The same for work that must not be refused any more."""
+        """The same for work that can no longer be refused."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, lambda: function(*arguments, **named))
 
     def close(self) -> None:
-        """Let what runs end, and forget what waits."""
+        """Wait for running work, and drop the queue."""
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -1,7 +1,7 @@
-"""From the body of a request to prompts for the engine. Everything here takes time that grows with the body, and runs in threads.
+"""From the body of a request to prompts for the engine. The work grows with the body, so it runs in threads.
 
-A prompt that cannot fit is refused by its length before it is tokenized, and nothing of a request becomes a program: the model's
-own chat template is the only one.
+A prompt that cannot fit is refused by its length before it is tokenized. No part of a request is executed: the only template is
+the model's own.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from megatron_dmtd.serving.bodies import parsed
 from megatron_dmtd.serving.faults import TOO_LONG, RequestError, UnknownModelError
 from megatron_dmtd.serving.requests import ChatRequest, CompletionRequest, GenerationRequest
 
-#: what a chat template gets from transformers itself, besides the parameters of `apply_chat_template`
+#: what transformers itself passes to a chat template, besides the parameters of `apply_chat_template`
 _OF_TEMPLATES = {"messages", "raise_exception", "strftime_now"}
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is to be continued."""
+    """A prompt."""
 
     ids: list[int]
     text: str | None = None
@@ -51,7 +51,7 @@ class Preparation:
         """`max_samples`: the outputs of one request at most, as many as the server can ever hold."""
         self.engine, self.model_name, self.defaults, self.max_samples = engine, model_name, defaults, max_samples
         self.tokenizer = engine.tokenizer
-        # Switched off here once, they are never set again by a call; so several threads may use it at once.
+        # These are switched off here once and never set again by a call, so several threads may use the tokenizer at once.
         self.tokenizer.backend_tokenizer.no_truncation()
         self.tokenizer.backend_tokenizer.no_padding()
 
@@ -92,7 +92,7 @@ class Preparation:
             )
 
     def _check_number(self, body: GenerationRequest) -> None:
-        """Refuse what would never find room, however long it waited."""
+        """Refuse what could never be admitted, however long it waited."""
         num_prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
         if body.n * num_prompts > self.max_samples:
             raise RequestError(
@@ -166,7 +166,7 @@ class Preparation:
             text = self.tokenizer.apply_chat_template(
                 _messages(body, template), tokenize=False, add_generation_prompt=True, **body.chat_template_kwargs
             )
-        except Exception as error:  # templates are programs, and raise what they like
+        except Exception as error:  # templates are programs and may raise anything
             raise RequestError(
                 found=f"messages that the model's chat template refuses: {type(error).__name__}: {str(error)[:500]}",
                 required="roles in an order that it knows",
@@ -178,7 +178,7 @@ class Preparation:
 
 
 def _messages(body: ChatRequest, template: str | Mapping[str, str]) -> Sequence[Mapping[str, Any]]:
-    """What the template expects. OpenAI's newer name for the system's role is only for templates that know it."""
+    """What the template expects. OpenAI's newer name for the system role is only passed on to templates that know it."""
     messages = [message.for_template() for message in body.messages]
     if "developer" not in str(template):
         for message in messages:

@@ -1,8 +1,8 @@
 """What clients may ask for: the fields of OpenAI's completions and chat completions that this engine has, and a few of its own.
 
 Every other field is refused by name, unless its value asks for nothing. Fields that are about accounts are accepted and not used.
-Types are those of JSON: a number in quotes is no number. Ranges stand in the schema and are checked by the engine, so that both
-ways to it refuse alike. No list is validated beyond its first fault: a body may hold a million of them.
+Types are those of JSON: a number in quotes is not a number. Ranges are in the schema and checked by the engine, so that HTTP and
+Python refuse the same values. No list is validated beyond its first fault: a body may contain a million of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_dmtd.serving.faults import RequestError
 
 #: what OpenAI's clients send for their accounts
 FOR_ACCOUNTS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
-#: what this server has not, by the values that ask for nothing, besides null
+#: what this server does not have, with the values, besides null, that ask for nothing
 NOT_HERE: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
@@ -52,7 +52,7 @@ NOT_HERE: dict[str, tuple[Any, ...]] = {
 }
 #: the same in a message of a chat, and in a part of one
 _NOT_IN_MESSAGES: dict[str, tuple[Any, ...]] = {"refusal": (), "annotations": ([],), "audio": (), "function_call": ()}
-#: a hint where to cache; beginnings are cached anyway
+#: a hint for caching; prefixes are cached anyway
 _HINTS = {"cache_control"}
 #: of OpenAI's completions, where a request names no length
 _DEFAULT_MAX_TOKENS = 16
@@ -142,7 +142,7 @@ _StopIds = Annotated[list[Annotated[int, _within(minimum=0), _WHOLE]], Field(fai
 
 
 class _Fields(BaseModel):
-    """An object of a request. Clients send null for what they leave out."""
+    """An object in a request. Clients send null for fields that they leave out."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -182,7 +182,7 @@ class StreamOptions(_Fields):
 
 
 class GenerationRequest(_Fields):
-    """What both kinds of request have. None, where it is a field's default, takes the server's."""
+    """What both kinds of request have. A field whose default is None has the server's default."""
 
     model: str | None = None
     temperature: Annotated[float | None, _within(minimum=0, maximum=1e9)] = None
@@ -287,7 +287,7 @@ class CompletionRequest(GenerationRequest):
     """0: only the prompt, for `echo`."""
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS), _WHOLE] = None
     echo: bool = False
-    """Give the prompt back before the output, with log probabilities of its tokens if those are asked for; not streamed."""
+    """Return the prompt before the output, with log probabilities of its tokens if those are asked for; not streamed."""
 
     @property
     def num_logprobs(self) -> int | None:
@@ -369,7 +369,7 @@ class ToolCall(_Fields):
 
 
 class Message(_Fields):
-    """One turn of a chat. Fields that a model's template may know, such as `name`, travel along."""
+    """One turn of a chat. Fields that a model's template may know, such as `name`, are passed on."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 

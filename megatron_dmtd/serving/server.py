@@ -1,4 +1,4 @@
-"""The server around the application: its end, above all.
+"""The server around the application, mainly its shutdown.
 
 At a signal the port is closed and running requests may finish. When the grace period is over, each of those left gets its error
 (an event in a stream, status 503 otherwise), and the log one line. A client that does not read then is disconnected.
@@ -50,7 +50,7 @@ class Server(uvicorn.Server):
         await self._disconnect()
 
     async def _disconnect(self) -> None:
-        """Close connections whose clients do not read, or are not to be waited for. Their requests end by themselves."""
+        """Close connections whose clients do not read, or that are not worth waiting for. Their requests end by themselves."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
         for _ in range(100):

@@ -1,8 +1,8 @@
 """The engine in a thread of its own, and requests to it from an event loop.
 
-Only that thread touches the engine: it takes what has arrived, makes a step, hands out the new tokens, and begins again. A
-request that is refused, or whose client has gone, concerns no other. An error of a step concerns all: every request ends with
-it, nothing is served from then on, and whoever runs the worker should end and be started again.
+Only that thread touches the engine: it takes what has arrived, runs a step, distributes the new tokens, and begins again. A
+request that is refused, or whose client has disconnected, does not affect others. An error in a step affects all of them: every
+request ends with it, nothing is served from then on, and the process should exit and be restarted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class Stream:
-    """The events of one request, for a loop over it. Who leaves that loop early calls `close`, as `contextlib.closing` does."""
+    """The events of one request, to be iterated over. When leaving early, call `close`, as `contextlib.closing` does."""
 
     def __init__(self, worker: Worker, prompt_ids: list[int], num_samples: int) -> None:
         self.prompt_ids = prompt_ids
@@ -28,7 +28,7 @@ class Stream:
         self._worker, self._loop = worker, asyncio.get_running_loop()
         self._found: asyncio.Queue[list[Event] | OutOfServiceError] = asyncio.Queue()
         self._num_unread = self.num_unfinished = num_samples
-        """Samples: the reader's count, and the worker's, which is ahead."""
+        """Numbers of samples: the reader's count, and the worker's, which is ahead."""
 
     def put(self, found: list[Event] | OutOfServiceError) -> None:
         """Called by the worker's thread."""
@@ -57,9 +57,9 @@ class Worker:
     def __init__(self, engine: Engine, *, max_waiting: int, on_fault: Callable[[], None] = lambda: None) -> None:
         self.engine, self.max_waiting, self._on_fault = engine, max_waiting, on_fault
         self.out_of_service: OutOfServiceError | None = None
-        """Why nothing is served any more."""
+        """Why requests are no longer served; None if they are."""
         self.failed = False
-        """Whether that is for a fault of the engine."""
+        """Whether the reason is a fault of the engine."""
         self._streams: dict[int, Stream] = {}
         self._condition = threading.Condition()
         # Guarded by the condition:
@@ -105,7 +105,7 @@ class Worker:
                 if error is None:
                     stream.request_id = self.engine.submit(prompt_ids, max_new_tokens=max_new_tokens, params=params)
                     self._streams[stream.request_id] = stream
-            except Exception as refusal:  # whatever it is, it is for the caller, and for no other request
+            except Exception as refusal:  # whatever it is, it concerns only this caller
                 error = refusal
             with self._condition:
                 self._num_arriving -= params.n
@@ -137,7 +137,7 @@ class Worker:
         self._thread.join()
 
     def _arrive(self, action: Callable[[], None], *, num_samples: int = 0) -> None:
-        """`action` is called by the worker's thread between two steps, or, once nothing is served any more, at once."""
+        """Have `action` called by the worker's thread between two steps, or at once if requests are no longer served."""
         with self._condition:
             self._num_arriving += num_samples
             if self.out_of_service is None:
@@ -197,7 +197,7 @@ class Worker:
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> None:
-    """Let the loop call it soon; a loop that is closed has no reader any more."""
+    """Schedule a call in the loop; a closed loop no longer has a reader."""
     try:
         loop.call_soon_threadsafe(function, *arguments)
     except RuntimeError:
@@ -206,7 +206,7 @@ def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *argum
 
 
 def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
-    if future.done():  # its caller has gone
+    if future.done():  # its caller is gone
         return
     if error is None:
         future.set_result(None)
