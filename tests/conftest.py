@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tqdm import tqdm
 
+# Its monitor is a thread that takes the lock of all bars now and then: a child forked at that moment would wait for it for ever.
+tqdm.monitor_interval = 0
 # One thread: forked children of a process that used more would wait for threads that they do not have.
 torch.set_num_threads(1)
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -33,6 +35,7 @@ def _child(
     os.setsid()
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(TIMEOUT_S - 5, file=sys.__stderr__)  # where a rank hangs, before the parent gives it up
     try:
         torch.distributed.init_process_group(
             "gloo",
