@@ -33,10 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--timeout-s", type=float, default=120.0, help="time limit of each phase (default: %(default)s)")
     parsed = parser.parse_args(arguments)
     # torch takes seconds, which help and refusals need not wait for
-    from megatron_dmtd.launch.preflight import FAILED, Job, describe, run_preflight, write_result
+    from megatron_dmtd.launch.preflight import FAILED, RankInfo, describe, run_preflight, write_result
 
     hosts = parsed.hosts.split(",")
-    job = Job(
+    info = RankInfo(
         rank=int(os.environ["RANK"]),
         local_rank=int(os.environ["LOCAL_RANK"]),
         hosts=hosts,
@@ -50,13 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         max_clock_skew_s=parsed.max_clock_skew_s,
     )
     try:
-        result, is_good = run_preflight(job, limits)
+        result, is_good = run_preflight(info, limits)
     except DMTDError as error:
         print(f"{type(error).__name__}\n{error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else FAILED
     if result is not None:
         write_result(parsed.output, result)
-        print(describe(result, job), flush=True)
+        print(describe(result, info), flush=True)
     return 0 if is_good else FAILED
 
 

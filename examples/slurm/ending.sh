@@ -1,19 +1,20 @@
 # shellcheck shell=bash
-# Sourced by train.sh: how an attempt ends. Requeues the job, or ends it, by what Slurm itself says about the job.
+# Sourced by train.sh. Ends an attempt: requeues the job or lets it end, depending on the state in which Slurm has it.
 #
-#   Slurm says                                     the attempt
-#   running                                        requeues the job, if the caller wants that
-#   requeued: a node died, or a preemption         ends; Slurm starts the job again by itself
-#   preempted or timeout: Slurm stops the job      requeues the job
-#   cancelled (scancel JOB)                        ends, and the job with it, for good
+#   state of the job                               the attempt
+#   running                                        requeues the job if it may restart
+#   requeued: by Slurm, after a node failure       ends; Slurm starts the job again
+#             or a preemption
+#   preempted, timeout: Slurm is stopping it       requeues the job
+#   cancelled (scancel JOB)                        ends, and so does the job
 
-# Seconds since 1970 of a time that scontrol prints; 0 for None, Unknown and the like.
+# Converts a time printed by scontrol to seconds since 1970; 0 for None, Unknown and the like.
 seconds_of() {
     date --date="$1" +%s 2>/dev/null || echo 0
 }
 
-# Whether it was a preemption that ended a job. A job may also be cancelled in the grace time between the request to leave and the
-# end; then it ended before the grace time was over.
+# Whether a job was ended by a preemption. A preempted job may also be cancelled during its grace time; then it ended before the grace
+# time was over.
 is_preempted() {
     local text="$1" asked ended partition grace
     asked="$(seconds_of "$(field_of "$text" 'PreemptEligibleTime=[^ ]* PreemptTime')")"
@@ -25,13 +26,13 @@ is_preempted() {
     ((${grace:-0} && ended >= asked + grace))
 }
 
-# One field of what `scontrol show job` printed, with what stands before it on its line: a job's name, which users choose, cannot look
-# like that.
+# Extracts a field from the output of `scontrol show job`. The pattern starts at the beginning of the line, so that a job's name, which
+# users choose, cannot be mistaken for a field.
 field_of() {
     sed -nE "s/^ +$2=([^ ]*).*/\1/p" <<<"$1" | head -n 1
 }
 
-# What Slurm does with this job: running, requeued, preempted, timeout or cancelled; unknown if it does not answer within a minute.
+# Prints the state of this job: running, requeued, preempted, timeout or cancelled; unknown if Slurm does not answer within a minute.
 state_of_job() {
     local text state reason count deadline=$((SECONDS + 60))
     until text="$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null)"; do
@@ -57,26 +58,27 @@ state_of_job() {
     fi
 }
 
-# Whether Slurm stops a job in this state which should go on later.
+# Whether Slurm is stopping a job that should continue later.
 is_stopped_by_slurm() {
     [[ "$1" == preempted || "$1" == timeout ]]
 }
 
-# Requeues a job that Slurm is stopping, while the ranks save: it kills this shell and them shortly after TERM (KillWait).
+# Requeues a job that Slurm is stopping, without waiting for the ranks to save: Slurm kills them and this shell soon after TERM
+# (KillWait).
 requeue_at_once() {
     if scontrol requeue "$SLURM_JOB_ID"; then say "requeued"; fi
 }
 
-# Says what happens to a job in a state that this script does not change, and ends the attempt.
+# Reports what happens to a job whose state is not for this script to change, and ends the attempt.
 end_as_slurm_says() {
     local state="$1" status="$2"
     case "$state" in
         requeued)
-            say "this job is in the queue again: it starts again from its newest checkpoint"
+            say "this job is back in the queue: it will resume from its newest checkpoint"
             exit 0
             ;;
         cancelled)
-            say "this job was cancelled: it ends for good"
+            say "this job was cancelled: it is not requeued"
             exit "$status"
             ;;
         *)
@@ -86,7 +88,7 @@ end_as_slurm_says() {
     esac
 }
 
-# Keeps a requeued job away from nodes. Only a pending job's nodes may be changed, and it is pending once this attempt is taken down.
+# Excludes nodes from a requeued job. This is possible only while the job is pending, that is, once this attempt has been torn down.
 exclude() {
     local bad_nodes="$1"
     for _ in {1..50}; do
@@ -99,11 +101,11 @@ exclude() {
     say "could not exclude $bad_nodes: the next preflight will find it again"
 }
 
-# Puts a job that is in this state back into the queue under its own number, away from the nodes named, and ends this attempt.
+# Puts the job back into the queue under its own number, excluding the bad nodes, and ends this attempt.
 requeue() {
     local state="$1" status="$2" bad_nodes="$3" only=()
     trap '' USR1 TERM # requeueing sends TERM to this shell, which has more to do
-    # A job may be cancelled at any moment, and plain `requeue` would bring it back. With Incomplete Slurm leaves it alone.
+    # The job may be cancelled at any moment, and a plain `requeue` would bring it back. With Incomplete, Slurm leaves it cancelled.
     if [[ "$state" == running ]]; then only=(Incomplete); fi
     if ! scontrol requeue "${only[@]}" "$SLURM_JOB_ID"; then
         say "Slurm did not requeue this job, for the reason above: it ends with status $status"
@@ -123,7 +125,7 @@ restart_or_end() {
     case "$state" in
         running)
             restarts again --status "$status" || answer=$?
-            # 0: yes. Other numbers: srun itself failed, on a job that is losing a node or being stopped; the next attempt counts.
+            # 0 is yes. Other statuses come from srun itself, if the job is losing a node or being stopped; the next attempt counts.
             if ((answer == 2 || answer == 7)); then
                 say "ends with status $status"
                 exit "$status"

@@ -1,15 +1,15 @@
 #!/bin/bash
-# From raw text and published weights to an evaluated model: five jobs, each waiting for those before it.
+# From raw text and published weights to an evaluated model: five jobs, each of which waits for the ones it depends on.
 #
-#   bash examples/slurm/pipeline.sh             # submits, and prints the numbers of the jobs
+#   bash examples/slurm/pipeline.sh             # submits the jobs and prints their numbers
 #   DRY_RUN=1 bash examples/slurm/pipeline.sh   # shows every script, the layout and the cost; submits nothing
 #
-# If a job fails, those that wait for it are cancelled. Settings, by environment variables:
+# If a job fails, the jobs that depend on it are cancelled. Settings are environment variables:
 #   SITE    the site file                              SCRIPTS  folder of the job scripts
-#   PYTHON  a Python with this project's requirements  SHARDS   tasks of the preprocessing array
+#   PYTHON  a Python with this project's requirements  SHARDS   number of preprocessing tasks
 #   TRAIN   the training script                        RUN      the run's folder, below WORK_DIR
 #   CORPUS  prefix of the token files, below WORK_DIR  EXPORT   folder for the exported model, below WORK_DIR
-#   DTYPE   type that weights are exported and evaluated in
+#   DTYPE   data type of exported weights
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
@@ -30,7 +30,8 @@ launch() {
     "$PYTHON" "$ROOT/tools/launch.py" "$SCRIPTS/$script" --site "$SITE" "$@"
 }
 
-# Submits a job once those named are done, shows its number, and leaves it in JOB. With MODE=--check or --dry-run nothing is submitted.
+# stage SCRIPT AFTER WORDS...: submits a job that starts when the jobs AFTER are done, prints its number and stores it in JOB. With
+# MODE=--check or --dry-run nothing is submitted.
 stage() {
     local script="$1" after=()
     if [[ -n "$2" ]]; then after=(--dependency "afterok:$2"); fi
@@ -44,7 +45,7 @@ stage() {
     fi
 }
 
-# The token files of all shards, as a list for data.train and data.valid.
+# Prints the token files of all shards as a list for data.train or data.valid.
 shards() {
     local names=() index
     for ((index = 0; index < SHARDS; index++)); do
@@ -60,7 +61,7 @@ shards() {
     )
 }
 
-# Preprocessing and conversion read what is there now; the others read what jobs before them make.
+# Inputs of the first two jobs must exist now; the others read what earlier jobs write.
 submit_all() {
     local preprocessed converted trained exported heldout
     stage preprocess.sbatch "" --sbatch="--array=0-$((SHARDS - 1))" -- --output "$CORPUS"
@@ -73,7 +74,7 @@ submit_all() {
     stage convert.sbatch "$trained" --sbatch=--job-name=export --replace-options -- \
         export "$RUN/checkpoints" "$EXPORT" --dtype "${DTYPE:-bfloat16}"
     exported="$JOB"
-    heldout="$(shards heldout | tr -d '[]' | cut -d, -f1)" # held out of one shard: thousands of documents
+    heldout="$(shards heldout | tr -d '[]' | cut -d, -f1)" # the held-out part of one shard has thousands of documents
     stage evaluate.sbatch "$exported" --replace-options -- \
         "$EXPORT" --data "$heldout" --output "$RUN/evaluation" --dtype "${DTYPE:-bfloat16}"
 }
@@ -82,7 +83,7 @@ if [[ -n "${DRY_RUN:-}" ]]; then
     MODE=--dry-run
     submit_all
 else
-    # All that can be refused is refused before the first job is in the queue.
+    # Refuse whatever can be refused before the first job is in the queue.
     MODE=--check
     submit_all
     MODE=submit

@@ -1,4 +1,4 @@
-"""Launching under Slurm: settings of a site, batch scripts, preflight, and when a job may restart.
+"""Launching under Slurm: site settings, batch scripts, preflight checks, and the limit on restarts.
 
-Slurm runs the plain scripts of examples/slurm; this room reads and checks them, and answers the questions that bash cannot.
+Slurm runs the plain scripts of examples/slurm. This room reads and checks them, and does what bash cannot do.
 """

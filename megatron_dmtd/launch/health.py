@@ -1,4 +1,4 @@
-"""What one node can say about itself before a run: versions, disk, GPUs, arithmetic. Says what it found; judging is another's."""
+"""Health of one node before a run: versions, disk, GPUs, arithmetic. Measures only; `verdict.py` judges."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ _COLUMNS = (
 )
 _NVIDIA_SMI_S = 60.0
 _PACKAGES = ("torch", "megatron-core", "transformers", "numpy")
-#: side of the square matrices that are multiplied
+#: side length of the square test matrices
 _SIDE_CPU, _SIDE_GPU = 256, 8192
 _REPEATS = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One GPU as nvidia-smi sees it. What it does not know about a GPU is 0 or false."""
+    """One GPU as reported by nvidia-smi. Unknown values are 0 or false."""
 
     index: int
     name: str
     driver: str
     temperature_c: float
     used_gib: float
-    """Memory in use before this job's ranks took any."""
+    """Memory in use before this job's ranks allocate any."""
     uncorrected_errors: int
     """Uncorrected ECC errors since the driver was loaded."""
     is_slowed: bool
-    """Whether the hardware lowers the clocks: heat or power."""
+    """Whether the hardware throttles its clocks because of heat or power."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What one rank says. The fields with defaults are filled in by the first rank of each node, or once ranks can talk."""
+    """Report of one rank. Fields with defaults are filled in by the first rank of each node, or once ranks can communicate."""
 
     rank: int
     host: str
@@ -61,13 +61,13 @@ class Report:
     gpus: tuple[Gpu, ...] = ()
     shares_folder: bool = True
     clock_s: float = 0.0
-    """Its clock at one moment that all ranks share to within a message's travel."""
+    """Its clock, read at the same moment on all ranks, up to the latency of a message."""
     errors: tuple[str, ...] = field(default=())
-    """What failed on this rank and cannot be told otherwise."""
+    """Failures on this rank that no other field can express."""
 
 
 def versions() -> dict[str, str]:
-    """Of everything that must be the same on all ranks."""
+    """Versions of everything that must be the same on all ranks."""
     found = {name: importlib.metadata.version(name) for name in _PACKAGES}
     where = megatron_dmtd.__path__[0]
     return {"python": python_platform.python_version(), **found, "megatron_dmtd": f"{megatron_dmtd.__version__} in {where}"}
@@ -79,7 +79,7 @@ def free_gib(folder: str) -> float:
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """The GPUs of nvidia-smi's CSV without header and units."""
+    """Parse nvidia-smi's CSV output without header and units."""
     gpus = []
     for line in filter(None, text.splitlines()):
         cells = [cell.strip() for cell in line.split(",")]
@@ -99,26 +99,26 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
 
 
 def _number(cell: str) -> float:
-    """A number; 0 for `[N/A]` and the like, which consumer GPUs say of ECC."""
+    """A number; 0 for `[N/A]` and the like, as consumer GPUs report for ECC."""
     return float(cell) if cell.replace(".", "", 1).isdigit() else 0.0
 
 
 def read_gpus() -> tuple[tuple[Gpu, ...], tuple[str, ...]]:
-    """The node's GPUs, and what went wrong in asking. A node without nvidia-smi has none."""
+    """The node's GPUs, and errors of the query. A node without nvidia-smi has none."""
     if shutil.which("nvidia-smi") is None:
         return (), ()
     command = ["nvidia-smi", f"--query-gpu={','.join(_COLUMNS)}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S)
     except subprocess.TimeoutExpired:
-        return (), (f"nvidia-smi does not answer in {_NVIDIA_SMI_S:g} s",)
+        return (), (f"nvidia-smi does not answer within {_NVIDIA_SMI_S:g} s",)
     if answer.returncode != 0:
         return (), (f"nvidia-smi: {(answer.stdout + answer.stderr).strip()[-300:]}",)
     return parse_gpus(answer.stdout), ()
 
 
 def multiply(platform: Platform) -> tuple[float, bool]:
-    """GFLOP/s of a product of matrices, the best of a few, and whether all gave the right numbers, bit for bit the same."""
+    """GFLOP/s of a matrix product (best of several), and whether every product was correct bit for bit."""
     side = _SIDE_GPU if platform.is_cuda else _SIDE_CPU
     dtype = torch.bfloat16 if platform.is_cuda else torch.float32
     # Rows of ones times a matrix of small integers: sums are exact in every type and order.

@@ -1,4 +1,4 @@
-"""Is what a training job reads there, and is anything left for it to do? Asked before it waits in a queue for hours. No torch."""
+"""Check before submission that a training job's inputs exist and that it has steps left to make. No torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron_dmtd.training.checkpoints.paths import find_step_directory, latest
 
 
 def check_training(config: Config, *, inputs_come_later: bool) -> None:
-    """Refuse a run that is finished, or whose corpora, tokenizer or first weights are not there. Paths start at the work folder.
+    """Refuse a finished run, and one whose corpora, tokenizer or initial weights are missing. Call it in the work folder.
 
-    With `inputs_come_later` other jobs make them first.
+    With `inputs_come_later`, other jobs create the inputs first, so they are not looked for.
     """
     newest = latest_directory(Path(config.checkpoint.dir)) if config.checkpoint.dir and config.checkpoint.resume else None
     steps, done = config.training.steps, step_of(newest) if newest is not None else None

@@ -1,4 +1,4 @@
-"""A batch script of examples/slurm, read as text, and the same with a site's settings filled in: what is submitted.
+"""Read a batch script of examples/slurm, and fill in a site's settings: the result is what is submitted.
 
 The scripts stay plain bash that `sbatch` takes too. Three things in them are fixed: the `#SBATCH` lines at the head, the line
 that sources the site file, and one array `OPTIONS=( … )` whose words may use the site's variables, in double quotes, and no
@@ -20,7 +20,7 @@ from megatron_dmtd.launch.words import WordError, directive, read_shell_text, sp
 _DIRECTIVE = "#SBATCH"
 _SITE_LINE = re.compile(r'^# shellcheck source=site\.env\nsource "\$\{SITE_FILE:-[^"]*\}"\n', re.MULTILINE)
 _OPTIONS = re.compile(r"^OPTIONS=\(\n(.*?)^\)\n", re.MULTILINE | re.DOTALL)
-#: directives that the layout and the cost follow from
+#: directives that determine the layout and the cost
 _READABLE = {
     "nodes": (r"[1-9]\d*", "a number of nodes"),
     "ntasks-per-node": (r"[1-9]\d*", "a number of ranks"),
@@ -33,17 +33,17 @@ _READABLE = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One batch script, with a site's settings."""
+    """One batch script with a site's settings filled in."""
 
     name: str
     directives: dict[str, str]
-    """Options of sbatch by long name, without dashes; the last one of a name counts. Flags have an empty value."""
+    """Options of sbatch by long name, without dashes. The last value given for a name counts; flags have an empty value."""
     options: tuple[str, ...]
-    """Options of the tool that the job runs, variables filled in."""
+    """Options of the tool that the job runs, with variables filled in."""
     tool: str
-    """Name of the tool that the job runs, such as `train` or `convert`; empty for one that is not of tools/."""
+    """Name of the command of tools/ that the job runs, such as `train` or `convert`; empty if it runs none of them."""
     text: str
-    """The whole script as it is submitted."""
+    """The complete script, as submitted."""
 
     @property
     def is_training(self) -> bool:
@@ -52,7 +52,7 @@ class Job:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the job, or of each task of an array."""
+        """Nodes of the job, or of each array task."""
         return int(self.directives.get("nodes", "1"))
 
     @property
@@ -67,7 +67,7 @@ class Job:
 
     @property
     def num_tasks(self) -> int:
-        """Tasks of the array; 1 without one."""
+        """Number of array tasks; 1 if the job is not an array."""
         total = 0
         for part in self.directives.get("array", "0").split("%")[0].split(","):
             span, _, stride = part.partition(":")
@@ -77,12 +77,12 @@ class Job:
 
     @property
     def time_limit_s(self) -> int:
-        """Seconds that one attempt may take."""
+        """Time limit of one attempt, in seconds."""
         return _seconds(self.directives["time"])
 
 
 def _seconds(text: str) -> int:
-    """Slurm's times: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S."""
+    """Seconds of a Slurm time: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
     days, dash, rest = text.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
@@ -94,8 +94,8 @@ def read_job(
 ) -> Job:
     """Fill a site's settings into a batch script.
 
-    `sbatch` are further options of sbatch (`--nodes=2`), `options` further ones of the job's tool; with `replaces` they stand
-    instead of the script's own. Raises `ConfigError` if it is not a script as this module's head describes it.
+    `sbatch` holds additional options of sbatch (`--nodes=2`) and `options` additional options of the job's tool; with
+    `replaces`, the latter replace the script's own. Raises `ConfigError` if the script does not have the form described above.
     """
     source = read_shell_text(Path(path), "a batch script", remedy="name one of examples/slurm/*.sbatch")
     own = [] if replaces else _own_options(source, site, path)
@@ -119,7 +119,7 @@ def _tool(source: str) -> str:
 
 
 def _encodable(text: str) -> str:
-    """The script itself. Options from a command line may hold bytes that are no text."""
+    """Return `text`. Raises `ConfigError` if it cannot be encoded: command-line options may hold arbitrary bytes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -136,25 +136,27 @@ def _match(pattern: re.Pattern[str], source: str, path: str | Path) -> re.Match[
     if len(matches) != 1:
         what = "array OPTIONS=( … ) with one word or more a line" if pattern is _OPTIONS else "line that sources the site file"
         raise ConfigError(
-            found=f"{path}: {len(matches)} times the {what}", required="once", remedy="follow the scripts of examples/slurm"
+            found=f"{path}: the {what} occurs {len(matches)} times",
+            required="once",
+            remedy="follow the scripts of examples/slurm",
         )
     return matches[0]
 
 
 def _own_options(source: str, site: Site, path: str | Path) -> list[str]:
-    """The words of OPTIONS in a script."""
+    """The words of the script's OPTIONS."""
     try:
         return split_words(_match(_OPTIONS, source, path)[1], variables=site.variables())
     except WordError as error:
         raise ConfigError(
             found=f"{path}: in OPTIONS, {error}",
-            required="words in quotes, with variables of the site file alone, so that the job can be planned",
-            remedy="write the value itself, in quotes; or put the option where the script runs its tool",
+            required="plain or quoted words that use no variables but the site file's, so that the job can be planned",
+            remedy="write the value itself, in quotes, or move the option to the line that runs the tool",
         ) from error
 
 
 def _own_directives(source: str, path: str | Path) -> list[str]:
-    """The words of the `#SBATCH` lines in a script, of which sbatch reads those before the first command."""
+    """The words of the script's `#SBATCH` lines. sbatch reads only those before the first command."""
     words: list[str] = []
     is_head = True
     for line in source.split("\n"):
@@ -176,7 +178,7 @@ def _own_directives(source: str, path: str | Path) -> list[str]:
 
 
 def _check_directives(directives: dict[str, str], path: str | Path) -> None:
-    """Refuse what the layout and the cost cannot be computed from, although Slurm might take it."""
+    """Refuse values from which layout and cost cannot be computed, even if Slurm would accept them."""
     for name, (pattern, required) in _READABLE.items():
         value = directives.get(name)
         if (value is None and name == "time") or (value is not None and not re.fullmatch(pattern, value)):
@@ -188,7 +190,7 @@ def _check_directives(directives: dict[str, str], path: str | Path) -> None:
 
 
 def _with_site(directives: dict[str, str], site: Site, sbatch: Sequence[str], path: str | Path) -> dict[str, str]:
-    """A script's directives with those that follow from the site; `sbatch` wins over both."""
+    """A script's directives completed from the site's settings. Options in `sbatch` override both."""
     uses_gpus = _uses_gpus(directives)
     settings = {
         "account": site.account,
@@ -196,7 +198,7 @@ def _with_site(directives: dict[str, str], site: Site, sbatch: Sequence[str], pa
         "partition": site.gpu_partition if uses_gpus else site.cpu_partition,
         "chdir": site.work_dir,
         "output": f"{site.work_dir}/slurm-logs/%x-%{'A_%a' if 'array' in directives else 'j'}.out",
-        # a requeued job goes on in the same file
+        # a requeued job appends to the same file
         "open-mode": "append",
     }
     if uses_gpus and "cpus-per-task" not in directives:
@@ -216,7 +218,7 @@ def _directives(words: Sequence[str], path: str | Path) -> dict[str, str]:
         match = re.fullmatch(r"--([a-z][a-z-]*)(?:=(.*))?", word)
         if match is None:
             raise ConfigError(
-                found=f"{path}: sbatch option {word}", required="--name=value", remedy="write the long form, with an equals sign"
+                found=f"{path}: sbatch option {word}", required="--name=value", remedy="use the long form with an equals sign"
             )
         directives.pop(match[1], None)
         directives[match[1]] = match[2] or ""

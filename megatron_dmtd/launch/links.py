@@ -1,6 +1,6 @@
-"""Do all ranks reach each other, and how fast: transfers between neighbouring nodes, then one all-reduce over all ranks.
+"""Measure connections: transfers between neighbouring nodes, then one all-reduce over all ranks.
 
-Neighbours come first, since a pair that fails names two nodes, while a collective that fails names nobody.
+Neighbours come first because a failing pair points to two nodes, while a failing collective points to none.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _REPEATS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """One transfer there and back between the first ranks of two nodes."""
+    """One round trip between the first ranks of two nodes."""
 
     first: str
     second: str
     gb_s: float
-    """One way; 0 where it failed."""
+    """One-way bandwidth; 0 if the transfer failed."""
     error: str = ""
 
 
 def pair_rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Rounds of disjoint pairs that put each node of a ring with both its neighbours.
+    """Rounds of disjoint pairs in which each node of a ring meets both its neighbours.
 
     >>> pair_rounds(4)
     [[(0, 1), (2, 3)], [(1, 2), (3, 0)]]
@@ -49,7 +49,7 @@ def _buffer(platform: Platform) -> torch.Tensor:
 
 
 def measure_pairs(platform: Platform, *, hosts: list[str], ranks_per_node: int) -> list[Link]:
-    """The links in which this rank was the first end. Every rank calls it; only the first of each node does something."""
+    """The links whose first end is this rank. Called on every rank; only the first rank of each node measures."""
     node, local = divmod(dist.get_rank(), ranks_per_node)
     if local != 0:
         return []
@@ -84,7 +84,7 @@ def _time_pair(platform: Platform, buffer_B: torch.Tensor, other: int, *, is_fir
 
 
 def measure_all_reduce(platform: Platform) -> tuple[float, bool]:
-    """GB/s of bus bandwidth of an all-reduce over all ranks, the best of a few, and whether all sums were right."""
+    """Bus bandwidth of an all-reduce over all ranks in GB/s (best of several), and whether all sums were correct."""
     size = dist.get_world_size()
     best_s, is_right = float("inf"), True
     for _ in range(_REPEATS):

@@ -1,11 +1,11 @@
-"""May a job start again? Yes, until too many starts in a row have passed without a newer checkpoint.
+"""Decide whether a job may start again: yes, unless too many starts in a row have brought no newer checkpoint.
 
     python -m megatron_dmtd.launch.restarts begin --state FILE --limit 3 -- OPTIONS OF tools/train.py
     python -m megatron_dmtd.launch.restarts again --state FILE --limit 3 --status 5 -- OPTIONS OF tools/train.py
 
-A job calls `begin` when it starts, since a job that loses a node has no other chance to count, and `again` when an attempt has
-failed. Exit status of both: 0, yes; 7, no; 2, refused. The file holds the status of the last attempt. No torch: this runs before
-anything is known to work.
+A job calls `begin` when it starts, because a job that loses a node cannot count its attempt at the end, and `again` when an
+attempt has failed. Exit status of both: 0 yes, 7 no, 2 refused. The file records the status of the last attempt. No torch: this
+runs before anything is known to work.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from megatron_dmtd.training.checkpoints.paths import latest_directory, step_of
 EXHAUSTED = 7
 _NO_STATE = Refusal(
     ConfigError,
-    required="the attempts of a job, as this command writes them",
-    remedy="name another --state, or remove the file: the job then counts its attempts from the first",
+    required="a record of attempts written by this command",
+    remedy="name another --state, or remove the file: attempts are then counted from the beginning",
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempts:
-    """What a job remembers of its earlier attempts."""
+    """Record of a job's earlier attempts."""
 
     number: int = 0
-    """Attempts that were begun."""
+    """Number of attempts started."""
     step: int = -1
-    """Step of the newest checkpoint when the last one began; 0 without any."""
+    """Step of the newest checkpoint when the last attempt started; 0 if there was none."""
     without_progress: int = 0
     """Restarts in a row that found no newer checkpoint than the attempt before."""
     last_status: int = 1
-    """What the last failed attempt ended with; 1 where it could not say."""
+    """Exit status of the last failed attempt; 1 if unknown."""
 
     def begun(self, *, step: int) -> Attempts:
-        """The same after another attempt has begun at `step`."""
+        """The record after another attempt has started at `step`."""
         stands_still = self.number > 0 and step <= self.step
         return dataclasses.replace(
             self, number=self.number + 1, step=step, without_progress=self.without_progress + 1 if stands_still else 0
         )
 
     def may_restart(self, *, step: int, limit: int) -> bool:
-        """Whether an attempt that got to `step` and failed may be followed by another."""
+        """Whether another attempt may follow one that reached `step` and failed."""
         return step > self.step or self.without_progress < limit
 
 
 def read_attempts(path: Path) -> Attempts:
-    """The attempts that a file remembers; none where it is absent. Raises `ConfigError` if it holds anything else."""
+    """The attempts recorded in a file; none if there is no file. Raises `ConfigError` if it holds anything else."""
     if not path.is_file():
         return Attempts()
     fields = read_object(path, _NO_STATE)
@@ -69,7 +69,7 @@ def read_attempts(path: Path) -> Attempts:
 
 
 def newest_step(options: Sequence[str]) -> int:
-    """Step of the newest checkpoint of a run, by the options of `tools/train.py`; 0 without any. Raises `DMTDError`."""
+    """Step of the newest checkpoint of the run that these options of `tools/train.py` describe; 0 if none. Raises `DMTDError`."""
     folder = load_config(options).checkpoint.dir
     directory = latest_directory(Path(folder)) if folder else None
     return (step_of(directory) or 0) if directory is not None else 0
@@ -99,7 +99,7 @@ def _give_up(attempts: Attempts, limit: int) -> None:
         f"found: {attempts.without_progress} restarts without a checkpoint after step {attempts.step}; the last attempt ended "
         f"with status {attempts.last_status}\n"
         f"required: a newer checkpoint at least every {limit} restarts (MAX_RESTARTS)\n"
-        "remedy: read the logs of the ranks (docs/slurm.md), mend the cause, submit again: the run goes on from its checkpoint",
+        "remedy: find the cause in the ranks' logs (docs/slurm.md), fix it and submit again: the run resumes from its checkpoint",
         file=sys.stderr,
         flush=True,
     )
@@ -111,8 +111,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cut = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["begin", "again"])
-    parser.add_argument("--state", type=Path, required=True, help="file that remembers the attempts of a job")
-    parser.add_argument("--limit", type=int, required=True, help="restarts in a row without a newer checkpoint")
+    parser.add_argument("--state", type=Path, required=True, help="file that records the job's attempts")
+    parser.add_argument(
+        "--limit", type=int, required=True, help="allowed number of consecutive restarts without a newer checkpoint"
+    )
     parser.add_argument("--status", type=int, default=1, help="with `again`: exit status of the attempt")
     parsed = parser.parse_args(words[:cut])
     try:

@@ -1,4 +1,4 @@
-"""The site file: one cluster's settings, in plain bash that batch scripts source and that this module reads without a shell.
+"""The site file: settings of one cluster, in plain bash, which batch scripts source and this module reads without a shell.
 
 Knows nothing of jobs, models or Slurm's state.
 """
@@ -21,14 +21,14 @@ from megatron_dmtd.launch.words import WordError, read_assignment, read_shell_te
 _NUMBERS = {"int": re.compile(r"0|[1-9][0-9]{0,8}"), "float": re.compile(r"[0-9]{1,9}(\.[0-9]+)?")}
 #: how ranks find each other's host
 _RENDEZVOUS = ("hostname", "address")
-#: characters of a path that mean something else where it is used
+#: characters with a special meaning where the path is used
 _TAKEN = {"PROJECT_DIR": {":"}, "WORK_DIR": {"%", "\\"}}
 _TAKEN_BY = {"PROJECT_DIR": "it becomes part of PYTHONPATH", "WORK_DIR": "Slurm reads it as a pattern in names of log files"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Site:
-    """Settings of a cluster; examples/slurm/site.env says what each means. The names in the file are these in capitals."""
+    """Settings of a cluster, explained in examples/slurm/site.env. Names in the file are in capitals."""
 
     account: str
     qos: str
@@ -64,12 +64,12 @@ class Site:
 
 
 def _text(value: str | int | float) -> str:
-    """A setting as it stands in a site file, without a needless `.0`."""
+    """A setting as written in a site file, without a trailing `.0`."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def read_site(path: str | Path) -> Site:
-    """The settings of a site file. Raises `ConfigError` if it is none, contradicts itself, or names what is not there."""
+    """Read a site file. Raises `ConfigError` if it cannot be read, contradicts itself, or names something that does not exist."""
     values = _read_assignments(Path(path))
     fields = dataclasses.fields(Site)
     known = {field.name.upper(): str(field.type) for field in fields}
@@ -103,7 +103,7 @@ def _read_assignments(path: Path) -> dict[str, str]:
             raise ConfigError(
                 found=f"{path}, line {number}: {error}",
                 required='NAME=VALUE or NAME="VALUE WITH SPACES", without commands or variables',
-                remedy="write the value itself, in single quotes where it has special characters",
+                remedy="write the value itself, in single quotes if it has special characters",
             ) from error
         if assignment is not None:
             values[assignment[0]] = assignment[1]
@@ -170,11 +170,11 @@ def _check_paths(path: str | Path, site: Site) -> None:
     for name, (value, is_there, what) in must_exist.items():
         if not value.startswith("/") or not is_there():
             raise ConfigError(
-                found=f"{path}: {name}={value}", required=f"the absolute path of {what}", remedy=f"correct {name}, or make it"
+                found=f"{path}: {name}={value}", required=f"the absolute path of {what}", remedy=f"correct {name}, or create it"
             )
         if taken := sorted(set(value) & _TAKEN.get(name, set())):
             raise ConfigError(
                 found=f"{path}: {name}={value} with {' '.join(taken)}",
-                required=f"a path without it: {_TAKEN_BY[name]}",
+                required=f"a path without this character: {_TAKEN_BY[name]}",
                 remedy="use another folder, or a symbolic link to it",
             )

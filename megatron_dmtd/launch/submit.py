@@ -1,4 +1,4 @@
-"""Ask Slurm: would it take a job, and take it."""
+"""Ask Slurm whether it would accept a job, and submit it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SLURM_ANSWERS_S = 60.0
 
 
 def require_acceptance(job: Job) -> str:
-    """What Slurm says to the job without running it, such as when it would start. Raises `ConfigError` if it would refuse it."""
+    """Slurm's answer to a test submission, such as the expected start time. Raises `ConfigError` if Slurm would refuse it."""
     answer = _sbatch(["--test-only"], job.text)
     if answer.returncode != 0:
         raise ConfigError(
@@ -30,17 +30,17 @@ def require_acceptance(job: Job) -> str:
 
 
 def submit(job: Job, site: Site, *, dependency: str = "") -> str:
-    """Submit, keep the submitted text in the work folder, and return the job's number."""
+    """Submit the job, keep a copy of the script in the work folder, and return the job's number."""
     folder = Path(site.work_dir, LOGS)
     folder.mkdir(exist_ok=True)
     options = ["--parsable"]
     if dependency:
-        # without it a job whose dependency failed waits in the queue for ever
+        # otherwise a job whose dependency failed stays in the queue forever
         options += [f"--dependency={dependency}", "--kill-on-invalid-dep=yes"]
     answer = _sbatch(options, job.text)
     if answer.returncode != 0:
         raise ConfigError(
-            found=f"Slurm: {answer.stderr.strip()}", required="a job that it accepts", remedy="correct what it names"
+            found=f"Slurm: {answer.stderr.strip()}", required="a job that Slurm accepts", remedy="correct what the message names"
         )
     number = answer.stdout.strip().split(";")[0]
     write_atomically(folder / f"{job.name}-{number}.sbatch", job.text)
@@ -62,5 +62,5 @@ def _sbatch(options: list[str], text: str) -> subprocess.CompletedProcess[str]:
         raise CapabilityError(
             found=f"no answer from sbatch in {time.monotonic() - started:.0f} s",
             required="a controller that answers",
-            remedy="try later; `scontrol ping` tells whether it lives",
+            remedy="try later; `scontrol ping` shows whether it is up",
         ) from error

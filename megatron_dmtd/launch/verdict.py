@@ -1,4 +1,4 @@
-"""Which node is bad, and what to do: from what all ranks reported. Pure: no ranks, no torch."""
+"""Diagnose from all ranks' reports which node is bad and what to do. Pure functions; no torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from megatron_dmtd.launch.health import Report
     from megatron_dmtd.launch.links import Link
 
-#: a GPU that multiplies slower than this share of the median is a fault, not noise
+#: a GPU slower than this share of the median is faulty; smaller differences are noise
 _SLOW_SHARE = 0.75
 _OCCUPIED_GIB = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a site requires."""
+    """The site's requirements."""
 
     min_free_gib: float
     min_bandwidth_gb_s: float
@@ -28,10 +28,10 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One thing that must be mended before the run may start."""
+    """A problem that must be fixed before the run may start."""
 
     nodes: tuple[str, ...]
-    """The nodes that have it, to be avoided; empty where avoiding nodes would not help."""
+    """The affected nodes, to be avoided; empty if avoiding nodes would not help."""
     found: str
     required: str
     remedy: str
@@ -42,7 +42,7 @@ class Problem:
 
 
 def judge(reports: Sequence[Report], *, hosts: Sequence[str], ranks_per_node: int, limits: Limits) -> list[Problem]:
-    """What is wrong before ranks have exchanged anything but reports. A rank without a report is missing."""
+    """Problems that the reports alone show. A rank without a report is missing."""
     return [
         *_missing(reports, hosts, ranks_per_node),
         *_misplaced(reports, hosts, ranks_per_node),
@@ -69,8 +69,8 @@ def _missing(reports: Sequence[Report], hosts: Sequence[str], ranks_per_node: in
         Problem(
             nodes=nodes,
             found=f"no report from ranks {_few(absent)}",
-            required="every rank reports within the time allowed",
-            remedy="look at the node's slurmd log, mounts and network; or start without it (sbatch --exclude)",
+            required="a report from every rank within the time limit",
+            remedy="check the node's slurmd log, mounts and network, or start without it (sbatch --exclude)",
         )
     ]
 
@@ -86,8 +86,8 @@ def _misplaced(reports: Sequence[Report], hosts: Sequence[str], ranks_per_node: 
         Problem(
             nodes=(),
             found=f"rank {report.rank} on {report.host}, {len(wrong)} such ranks",
-            required=f"rank order follows node order: that rank on {hosts[report.rank // ranks_per_node]}",
-            remedy="start ranks with srun --distribution=block:block and equally many on each node",
+            required=f"ranks in the order of the nodes: that rank on {hosts[report.rank // ranks_per_node]}",
+            remedy="start ranks with srun --distribution=block:block and the same number on each node",
         )
         for report in wrong[:1]
     ]
@@ -99,7 +99,7 @@ def _errors(reports: Sequence[Report]) -> list[Problem]:
             nodes=(report.host,),
             found=f"rank {report.rank}: {'; '.join(report.errors)}",
             required="a node that can run the checks",
-            remedy="have the node looked at (dmesg, nvidia-smi -q), or start without it (sbatch --exclude)",
+            remedy="have the node checked (dmesg, nvidia-smi -q), or start without it (sbatch --exclude)",
         )
         for report in reports
         if report.errors
@@ -107,7 +107,7 @@ def _errors(reports: Sequence[Report]) -> list[Problem]:
 
 
 def _outvoted(reports: Sequence[Report], value: Callable[[Report], str], what: str, remedy: str) -> list[Problem]:
-    """Nodes on which `value` is not that of most ranks. A tie names nobody."""
+    """Nodes whose `value` differs from that of most ranks. A tie names no node."""
     counts = Counter(map(value, reports)).most_common()
     if len(counts) < 2:
         return []
@@ -119,7 +119,7 @@ def _outvoted(reports: Sequence[Report], value: Callable[[Report], str], what: s
         Problem(
             nodes=() if is_tie else nodes,
             found=f"{what} {others} on {', '.join(nodes)}, {common!r} elsewhere",
-            required=f"one {what} everywhere",
+            required=f"the same {what} everywhere",
             remedy=remedy,
         )
     ]
@@ -127,7 +127,7 @@ def _outvoted(reports: Sequence[Report], value: Callable[[Report], str], what: s
 
 def _versions(reports: Sequence[Report]) -> list[Problem]:
     names = sorted({name for report in reports for name in report.versions})
-    remedy = "use one environment that all nodes share (VENV or CONTAINER_IMAGE), or start without the nodes named"
+    remedy = "use one environment shared by all nodes (VENV or CONTAINER_IMAGE), or start without the named nodes"
     return [
         problem
         for name in names
@@ -136,11 +136,11 @@ def _versions(reports: Sequence[Report]) -> list[Problem]:
 
 
 def _devices(reports: Sequence[Report]) -> list[Problem]:
-    remedy = "ranks without a GPU train on the CPU: have the node's driver looked at, or start without it"
+    remedy = "ranks without a GPU would train on the CPU: have the node's driver checked, or start without the node"
     kinds = _outvoted(reports, lambda report: report.device, "kind of device", remedy)
     with_gpus = [report for report in reports if report.gpus]
     drivers = _outvoted(with_gpus, lambda report: report.gpus[0].driver, "driver", "have the same driver installed everywhere")
-    models = _outvoted(with_gpus, lambda report: report.gpus[0].name, "GPU model", "ask for one kind with --constraint")
+    models = _outvoted(with_gpus, lambda report: report.gpus[0].name, "GPU model", "request one model with --constraint")
     return [*kinds, *drivers, *models]
 
 
@@ -149,14 +149,14 @@ def _disks(reports: Sequence[Report], limits: Limits) -> list[Problem]:
     scarce = {host: free_gib for host, free_gib in asked.items() if free_gib < limits.min_free_gib}
     if not scarce:
         return []
-    # the folder is shared: where all nodes see it full, no other node would help
+    # the folder is shared: if all nodes see it full, other nodes would not help
     nodes = () if len(scarce) == len(asked) else tuple(scarce)
     return [
         Problem(
             nodes=nodes,
             found=f"{min(scarce.values()):.1f} GiB free in the work folder",
             required=f"{limits.min_free_gib:g} GiB (MIN_FREE_GIB)",
-            remedy="make room, lower checkpoint.keep_last, or correct MIN_FREE_GIB",
+            remedy="free some space, lower checkpoint.keep_last, or correct MIN_FREE_GIB",
         )
     ]
 
@@ -166,9 +166,9 @@ def _folders(reports: Sequence[Report]) -> list[Problem]:
     return [
         Problem(
             nodes=nodes,
-            found="the work folder here is not the one of rank 0: a file written there is not seen, or not with its content",
+            found="the work folder here is not that of rank 0: a file written there is missing or has other contents",
             required="one WORK_DIR, shared by all nodes",
-            remedy="have the mount looked at (mount, df), or start without the node; or correct WORK_DIR",
+            remedy="have the mount checked (mount, df), start without the node, or correct WORK_DIR",
         )
         for _ in [0]
         if nodes
@@ -183,7 +183,7 @@ def _clocks(reports: Sequence[Report], limits: Limits) -> list[Problem]:
             nodes=tuple(late),
             found="clocks off by " + ", ".join(f"{skew:+.1f} s on {host}" for host, skew in late.items()),
             required=f"within {limits.max_clock_skew_s:g} s of each other (MAX_CLOCK_SKEW_S)",
-            remedy="have chrony or ntpd looked at; credentials and logs go by the clock",
+            remedy="have chrony or ntpd checked; credentials and logs depend on the clock",
         )
         for _ in [0]
         if late
@@ -198,8 +198,8 @@ def _gpus(reports: Sequence[Report], ranks_per_node: int) -> list[Problem]:
             for gpu in report.gpus
             for fault, is_there in (
                 (f"has {gpu.uncorrected_errors} uncorrected memory errors", gpu.uncorrected_errors > 0),
-                (f"is slowed down by the hardware at {gpu.temperature_c:g} C", gpu.is_slowed),
-                (f"holds {gpu.used_gib:.1f} GiB of another process", gpu.used_gib > _OCCUPIED_GIB),
+                (f"is throttled by the hardware at {gpu.temperature_c:g} C", gpu.is_slowed),
+                (f"has {gpu.used_gib:.1f} GiB in use by another process", gpu.used_gib > _OCCUPIED_GIB),
             )
             if is_there
         ]
@@ -211,7 +211,7 @@ def _gpus(reports: Sequence[Report], ranks_per_node: int) -> list[Problem]:
                     nodes=(report.host,),
                     found="; ".join(faults),
                     required="as many healthy, free GPUs as ranks",
-                    remedy="have the node drained and looked at (nvidia-smi -q, dmesg for Xid); start without it",
+                    remedy="have the node drained and checked (nvidia-smi -q, dmesg for Xid); start without it",
                 )
             )
     return problems
@@ -225,12 +225,14 @@ def _arithmetic(reports: Sequence[Report]) -> list[Problem]:
         is_slow = report.device != "cpu" and report.matmul_gflops < _SLOW_SHARE * usual
         if report.matmul_is_right and not is_slow:
             continue
-        wrong = "multiplies wrongly" if not report.matmul_is_right else f"multiplies at {report.matmul_gflops / 1e3:.0f} TFLOP/s"
+        wrong = (
+            "computes wrong products" if not report.matmul_is_right else f"multiplies at {report.matmul_gflops / 1e3:.0f} TFLOP/s"
+        )
         problems.append(
             Problem(
                 nodes=(report.host,),
                 found=f"rank {report.rank} {wrong}",
-                required=f"right numbers, and at least {_SLOW_SHARE:.0%} of the median rank's speed ({usual / 1e3:.0f} TFLOP/s)",
+                required=f"correct products at {_SLOW_SHARE:.0%} or more of the median speed ({usual / 1e3:.0f} TFLOP/s)",
                 remedy="have the GPU tested (dcgmi diag -r 3) and the node drained; start without it",
             )
         )
@@ -238,7 +240,7 @@ def _arithmetic(reports: Sequence[Report]) -> list[Problem]:
 
 
 def judge_links(links: Sequence[Link], *, limits: Limits, on_gpus: bool) -> list[Problem]:
-    """Which node is badly connected: the one whose every link is bad while others' are good. On CPUs speed is not judged."""
+    """Find a badly connected node: one whose links are all bad while others' are good. On CPUs, speed is not judged."""
     least = limits.min_bandwidth_gb_s if on_gpus else 0.0
     bad = [link for link in links if link.error or link.gb_s < least]
     if not bad:
@@ -255,22 +257,24 @@ def judge_links(links: Sequence[Link], *, limits: Limits, on_gpus: bool) -> list
         Problem(
             nodes=named,
             found=f"{len(bad)} of {len(links)} links between neighbours are bad: {found}",
-            required=f"transfers that succeed, at {least:g} GB/s or more (MIN_BANDWIDTH_GB_S)",
-            remedy="check NETWORK_INTERFACE and the fabric (ibstat; NCCL_DEBUG=INFO shows what NCCL chose), or start without it",
+            required=f"successful transfers at {least:g} GB/s or more (MIN_BANDWIDTH_GB_S)",
+            remedy="check NETWORK_INTERFACE and the fabric (ibstat, NCCL_DEBUG=INFO), or start without the node",
         )
     ]
 
 
 def judge_all_reduce(gb_s: float, *, is_right: bool, errors: Sequence[str] = (), limits: Limits, on_gpus: bool) -> list[Problem]:
-    """The collective between all ranks. It cannot name a node."""
+    """Judge the all-reduce over all ranks, which cannot point to a node."""
     least = limits.min_bandwidth_gb_s if on_gpus else 0.0
     if is_right and gb_s >= least:
         return []
     return [
         Problem(
             nodes=(),
-            found="; ".join([f"all-reduce of all ranks: {gb_s:.2f} GB/s, {'right' if is_right else 'wrong'} sums", *errors[:3]]),
-            required=f"right sums, at {least:g} GB/s or more (MIN_BANDWIDTH_GB_S)",
-            remedy="set NCCL_DEBUG=INFO and read which transport NCCL chose; check NETWORK_INTERFACE",
+            found="; ".join(
+                [f"all-reduce of all ranks: {gb_s:.2f} GB/s, {'correct' if is_right else 'wrong'} sums", *errors[:3]]
+            ),
+            required=f"correct sums at {least:g} GB/s or more (MIN_BANDWIDTH_GB_S)",
+            remedy="set NCCL_DEBUG=INFO to see which transport NCCL chose; check NETWORK_INTERFACE",
         )
     ]

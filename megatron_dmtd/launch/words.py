@@ -1,7 +1,7 @@
-"""Words as bash reads them in site files and in OPTIONS, and as sbatch reads them in #SBATCH lines. No shell is run.
+"""Read words as bash does in site files and in OPTIONS, and as sbatch does in #SBATCH lines, without running a shell.
 
-The part of bash's grammar that needs no shell: plain text, backslashes, both kinds of quotes, comments, and variables in double
-quotes. Whatever else bash would expand is a `WordError`. A text that is read here has the same words in bash: tests compare them.
+Supported is the part of bash's grammar that needs no shell: plain text, backslashes, both kinds of quotes, comments, and
+variables in double quotes. Anything else that bash would expand is a `WordError`. Tests compare the words with bash's own.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from pathlib import Path
 from megatron_dmtd.errors import ConfigError
 
 _BLANK = " \t"
-#: what ends a word, runs something or expands outside quotes
+#: characters that end a word or run a command, outside quotes
 _SPECIAL = frozenset("`;&|<>()")
-#: what bash expands in a list of words, but not in an assignment
+#: characters that bash expands in a list of words, but not in an assignment
 _PATTERNS = frozenset("*?[]{}")
-#: what a backslash escapes in double quotes
+#: characters that a backslash escapes in double quotes
 _ESCAPED = frozenset('$`"\\')
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))", re.ASCII)
 _C_SPACES = " \t\n\v\f\r"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
-#: values that mean the same to sbatch without quotes
+#: values that sbatch reads correctly without quotes
 _PLAIN = re.compile(r"[\w./:=,@%+^\[\]*&|()!~-]*", re.ASCII)
 
 
 class WordError(ValueError):
-    """A text that these words cannot be read from: what is wrong with it, and the line."""
+    """A text outside the supported grammar: what is wrong, and in which line."""
 
 
 def read_shell_text(path: Path, what: str, *, remedy: str) -> str:
-    """The text of a file that bash is to read too. Raises `ConfigError` if there is none, or bash would read something else."""
+    """The text of a file that bash reads too. Raises `ConfigError` if there is no file, or if bash would read it differently."""
     if not path.is_file():
         raise ConfigError(found=f"no file {path}", required=what, remedy=remedy)
     try:
@@ -45,7 +45,7 @@ def read_shell_text(path: Path, what: str, *, remedy: str) -> str:
 
 
 class _Reader:
-    """One pass over a text."""
+    """A single pass over a text."""
 
     def __init__(self, text: str, *, variables: Mapping[str, str], is_assignment: bool) -> None:
         self._text = text
@@ -68,7 +68,7 @@ class _Reader:
         return found
 
     def _peek(self) -> str:
-        """The next character, empty at the end."""
+        """The next character, or an empty string at the end."""
         return self._text[self._at : self._at + 1]
 
     def _take(self) -> str:
@@ -77,7 +77,7 @@ class _Reader:
         return character
 
     def _skip_blanks_and_comments(self) -> bool:
-        """Go to the next word; whether there is one."""
+        """Advance to the next word. Returns whether there is one."""
         while character := self._peek():
             if character == "#":
                 end = self._text.find("\n", self._at)
@@ -150,7 +150,7 @@ class _Reader:
 
 
 def split_words(text: str, *, variables: Mapping[str, str] | None = None) -> list[str]:
-    """The words of a list such as `OPTIONS=( … )`, with `variables` filled in where they stand in double quotes."""
+    """The words of a list such as `OPTIONS=( … )`, with `variables` substituted inside double quotes."""
     return _Reader(text, variables=variables or {}, is_assignment=False).words()
 
 
@@ -168,7 +168,7 @@ def read_assignment(line: str) -> tuple[str, str] | None:
 
 
 def split_directive(text: str) -> list[str]:
-    """The words of what follows `#SBATCH`, as sbatch reads them: quotes, backslashes, and # for a comment even inside a word."""
+    """The words after `#SBATCH`, as sbatch reads them: quotes, backslashes, and # for a comment, even inside a word."""
     words, word, quote, is_word = [], "", "", False
     characters = iter(text)
     for character in characters:
@@ -194,7 +194,7 @@ def split_directive(text: str) -> list[str]:
 
 
 def directive(name: str, value: str) -> str:
-    """A line `#SBATCH --name=value` that gives sbatch this value, whatever is in it."""
+    """A line `#SBATCH --name=value`, quoted so that sbatch reads exactly this value."""
     if match := re.search(rf"{_CONTROL.pattern}|\n", value):
         raise WordError(f"the control character {match[0]!r}")
     if not _PLAIN.fullmatch(value):

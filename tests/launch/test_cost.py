@@ -54,7 +54,7 @@ def test_logged_steps_tell_better_and_a_torn_last_line_does_not_matter(site, tmp
     metrics = tmp_path / "log" / "metrics.jsonl"
     metrics.write_text("".join(map(to_line, [*lines, {"step": 3, "eval_loss": 1.0}])) + '{"step": 4, "step_ti')
     cost = estimate(job(), site, plan(logging={"dir": "log"}))
-    assert cost.hours == 2.0 and "median of the last 3 logged ones" in cost.basis
+    assert cost.hours == 2.0 and "median of the last 3 logged steps" in cost.basis
     metrics.write_text(to_line({"step": 1, "eval_loss": 1.0}))
     assert "100 TFLOP/s" in estimate(job(), site, plan(logging={"dir": "log"})).basis, "no step was timed"
     metrics.write_text("no log\n")

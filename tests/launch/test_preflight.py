@@ -70,4 +70,4 @@ def test_a_name_that_the_node_does_not_know_is_refused_at_once(tmp_path):
 def test_a_rank_0_that_does_not_answer_is_told_with_its_address(tmp_path):
     ((status, output),) = preflight(tmp_path, ranks=[1], hosts=["node8", "node9"], options=("--timeout-s", "3"))
     assert status == 8 and "Traceback" not in output
-    assert "had no answer in 3 s from 127.0.0.1:" in output and "remedy: look whether rank 0 started" in output
+    assert "had no answer in 3 s from 127.0.0.1:" in output and "remedy: check that rank 0 started" in output

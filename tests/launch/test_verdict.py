@@ -46,14 +46,14 @@ FAULTS = {
     "model": ({"gpus": (replace(GPU, name="A100"),) * 2}, "GPU model 'A100' on node2"),
     "disk": ({"free_gib": 3.0}, "3.0 GiB free"),
     "full-disk": ({"free_gib": 0.0}, "0.0 GiB free"),
-    "folder": ({"shares_folder": False}, "not the one of rank 0"),
+    "folder": ({"shares_folder": False}, "not that of rank 0"),
     "clock": ({"clock_s": 1007.0}, "clocks off by +7.0 s on node2"),
     "ecc": ({"gpus": (GPU, replace(GPU, index=1, uncorrected_errors=4))}, "GPU 1 has 4 uncorrected memory errors"),
-    "heat": ({"gpus": (replace(GPU, is_slowed=True, temperature_c=93), GPU)}, "GPU 0 is slowed down by the hardware at 93 C"),
-    "occupied": ({"gpus": (replace(GPU, used_gib=30.5), GPU)}, "GPU 0 holds 30.5 GiB of another process"),
+    "heat": ({"gpus": (replace(GPU, is_slowed=True, temperature_c=93), GPU)}, "GPU 0 is throttled by the hardware at 93 C"),
+    "occupied": ({"gpus": (replace(GPU, used_gib=30.5), GPU)}, "GPU 0 has 30.5 GiB in use by another process"),
     "few-gpus": ({"gpus": (GPU,)}, "1 GPUs for 2 ranks"),
     "slow": ({"matmul_gflops": 300_000.0}, "rank 2 multiplies at 300 TFLOP/s"),
-    "wrong": ({"matmul_is_right": False}, "rank 2 multiplies wrongly"),
+    "wrong": ({"matmul_is_right": False}, "rank 2 computes wrong products"),
     "error": ({"errors": ("nvidia-smi: no devices",)}, "rank 2: nvidia-smi: no devices"),
 }
 
@@ -130,7 +130,7 @@ def test_speed_is_not_judged_on_cpus_but_failures_are():
 
 def test_an_all_reduce_that_is_slow_or_wrong_is_refused():
     assert judge_all_reduce(25, is_right=True, limits=LIMITS, on_gpus=True) == []
-    assert "5.00 GB/s, right sums" in judge_all_reduce(5, is_right=True, limits=LIMITS, on_gpus=True)[0].found
+    assert "5.00 GB/s, correct sums" in judge_all_reduce(5, is_right=True, limits=LIMITS, on_gpus=True)[0].found
     (problem,) = judge_all_reduce(25, is_right=False, errors=["rank 3: reset"], limits=LIMITS, on_gpus=True)
     assert "wrong sums; rank 3: reset" in problem.found
 

@@ -31,7 +31,7 @@ def wait_between_attempts(workplace, job_id: str) -> None:
 
 
 PHASES = {
-    "start": lambda workplace, job_id: wait_for_console(workplace, job_id, "ranks, meeting at"),
+    "start": lambda workplace, job_id: wait_for_console(workplace, job_id, "ranks, rendezvous at"),
     "preflight": lambda workplace, job_id: wait_for_console(workplace, job_id, "] preflight\n"),
     "training": lambda workplace, job_id: workplace.wait_for_step("run", 3),
     "save": wait_for_save,
@@ -48,7 +48,7 @@ def test_a_cancelled_job_does_not_come_back(phase, workplace):
     restarts = "1" if phase == "between attempts" else "0"
     assert (record["JobState"], record["Restarts"]) == ("CANCELLED", restarts), workplace.console(job_id)
     console = workplace.console(job_id)
-    assert ("this job was cancelled: it ends for good" in console) == (phase != "between attempts"), console
+    assert ("this job was cancelled: it is not requeued" in console) == (phase != "between attempts"), console
     time.sleep(3)  # a requeued job would be pending by now
     assert workplace.cluster.job(job_id)["JobState"] == "CANCELLED"
     assert workplace.cluster.call("squeue", "-h").stdout == ""
@@ -58,8 +58,8 @@ def test_a_cancelled_job_does_not_come_back(phase, workplace):
     ("partition", "said"),
     [
         ("warned", "the trainer ended with status 3"),
-        ("stopped", "Slurm says of this job: preempted"),
-        pytest.param("requeued", "Slurm says of this job: requeued", marks=pytest.mark.slow),
+        ("stopped", "state of the job: preempted"),
+        pytest.param("requeued", "state of the job: requeued", marks=pytest.mark.slow),
     ],
 )
 def test_a_preempted_job_goes_on_when_there_is_room_again(partition, said, workplace):

@@ -99,14 +99,14 @@ def asked(folder) -> list[str]:
 
 def test_a_cancelled_job_ends_for_good_with_the_status_of_its_attempt(tmp_path):
     result = shell(tmp_path, "restart_or_end 3", job=CANCELLED)
-    assert (result.stdout, result.returncode) == ("this job was cancelled: it ends for good\n", 3)
+    assert (result.stdout, result.returncode) == ("this job was cancelled: it is not requeued\n", 3)
     assert asked(tmp_path) == []
 
 
 def test_a_job_that_slurm_has_requeued_is_left_to_it(tmp_path):
     result = shell(tmp_path, "restart_or_end 1", job=REQUEUED)
     assert (result.stdout, result.returncode) == (
-        "this job is in the queue again: it starts again from its newest checkpoint\n",
+        "this job is back in the queue: it will resume from its newest checkpoint\n",
         0,
     )
     assert asked(tmp_path) == []
@@ -123,7 +123,7 @@ def test_a_job_cancelled_just_before_it_is_requeued_stays_cancelled(tmp_path):
     """`requeue Incomplete` leaves it alone, and says nothing."""
     (tmp_path / "after.txt").write_text(CANCELLED)
     result = shell(tmp_path, "restart_or_end 3", job=RUNNING)
-    assert (result.stdout, result.returncode) == ("this job was cancelled: it ends for good\n", 3)
+    assert (result.stdout, result.returncode) == ("this job was cancelled: it is not requeued\n", 3)
     assert asked(tmp_path) == ["requeue Incomplete 7"]
 
 

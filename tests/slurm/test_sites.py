@@ -161,7 +161,7 @@ def test_nodes_that_do_not_know_each_other_are_named_at_once(nameless):
     record = nameless.finish(job_id, timeout_s=60)
     console = nameless.console(job_id)
     assert (record["ExitCode"], record["Restarts"]) == ("2:0", "0"), console
-    assert "node2: does not know the name node1\n" in console and "remedy: RENDEZVOUS=address" in console
+    assert "node2: does not know the name node1\n" in console and "remedy: set RENDEZVOUS=address" in console
     assert "] preflight" not in console and "Traceback" not in console
 
 
@@ -170,7 +170,7 @@ def test_nodes_without_names_meet_by_address(nameless):
     job_id = nameless.train("run", steps=4)
     record = nameless.finish(job_id)
     assert record["JobState"] == "COMPLETED", nameless.console(job_id)
-    assert "meeting at 127.0.0.1:" in nameless.console(job_id) and list(nameless.losses("run")) == [1, 2, 3, 4]
+    assert "rendezvous at 127.0.0.1:" in nameless.console(job_id) and list(nameless.losses("run")) == [1, 2, 3, 4]
 
 
 def test_one_node_without_its_interface_is_excluded_and_replaced(workplace):

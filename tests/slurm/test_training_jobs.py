@@ -107,7 +107,7 @@ def test_a_job_that_loses_a_node_goes_on_elsewhere_to_the_same_curve(victim, wor
     console = workplace.console(job_id)
     assert "resumed at step 8" in console
     # the batch script outlives the second node, and tells what Slurm does
-    told = "requeued" in console or "this job is in the queue again" in console
+    told = "requeued" in console or "this job is back in the queue" in console
     assert told == ("second" in victim) and "ends" not in console, console
 
 
@@ -119,8 +119,8 @@ def test_a_node_without_the_shared_folder_is_named_excluded_and_replaced(workpla
     finally:
         workplace.cluster.run_on("node2", "umount", str(workplace.folder))
     console = workplace.console(job_id)
-    assert "BAD NODE node2\n  found: the work folder here is not the one of rank 0" in console
-    assert "remedy: have the mount looked at" in console
+    assert "BAD NODE node2\n  found: the work folder here is not that of rank 0" in console
+    assert "remedy: have the mount checked" in console
     assert (record["JobState"], record["Restarts"], record["ExcNodeList"]) == ("COMPLETED", "1", "node2")
     assert "node2" not in workplace.cluster.nodes_of(job_id)
 

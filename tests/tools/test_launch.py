@@ -41,7 +41,7 @@ def test_options_after_the_dashes_change_layout_and_cost(site, capsys):
     assert "8 processes = tensor 2 x pipeline 1 x data 4" in output and "2.46 node hours" in output
 
 
-def test_the_cost_is_that_of_the_remaining_steps_at_the_pace_that_was_logged(site, tmp_path, capsys):
+def test_the_cost_is_that_of_the_remaining_steps_at_the_logged_speed(site, tmp_path, capsys):
     directory = tmp_path / "run/checkpoints/step_00000100"
     directory.mkdir(parents=True)
     for name in ("metadata.json", "config.yaml"):
