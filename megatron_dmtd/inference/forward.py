@@ -68,6 +68,7 @@ def _visits(model: ModelWeights, store: KVStore, rotary: RotaryTables, pass_name
         found.append(
             LayerVisit(
                 weights=model.layers[visit.layer],
+                attention=attention,
                 rotary=rotary[attention.rotary, attention.head_dim],
                 group=visit.kv_group,
                 pages=store.groups[visit.kv_group].places[visit.kv_place],
@@ -84,7 +85,7 @@ def _through(ops: Ops, visits: Sequence[LayerVisit], hidden_RX: torch.Tensor, ru
         qkv = ops.rotate_and_store(qkv, visit)
         if final_only:
             hidden_RX = hidden_RX[run.final_R]
-            if not len(run.final):
+            if not run.final:
                 break
         attended = ops.attend(qkv, visit, final_only=final_only)
         hidden_RX = ops.linear_add(attended, weights.o, hidden_RX)

@@ -108,6 +108,18 @@ TOKEN_ID, POSITION, SLOT, PHASE, ENTRY = range(5)
 NUM_COLUMNS = 5
 
 
+class GroupColumns:
+    """The K/V groups that one pass of the schedule writes, and where the columns of each stand among those of its rows."""
+
+    def __init__(self, groups: Sequence[KVGroup], tables: Mapping[str, DeviceTable]) -> None:
+        self.windows = tuple(dict.fromkeys(group.window for group in groups))
+        first = [NUM_COLUMNS + len(Reads._fields) * index for index in range(len(self.windows))]
+        self.first_column = {group.name: first[self.windows.index(group.window)] for group in groups}
+        self.window = {group.name: group.window for group in groups}
+        self.table = {group.name: tables[group.name] for group in groups}
+        self.device = tables[groups[0].name].page_SP.device
+
+
 @dataclass(kw_only=True)
 class Pass:
     """Rows of any number, in no particular shape."""
@@ -117,31 +129,28 @@ class Pass:
     """Slot of each row, as Python numbers."""
     final: Sequence[int]
     """See `RowsInLayers`."""
-    groups: Sequence[KVGroup]
-    """The K/V groups that the pass writes."""
-    tables: Mapping[str, DeviceTable]
+    groups: GroupColumns
     page_size: int
     numbers: torch.Tensor = field(init=False)
     """Columns `[number of columns, R]`."""
 
     def __post_init__(self) -> None:
         rows = self.rows
-        reads = {window: rows.reads(window) for window in dict.fromkeys(group.window for group in self.groups)}
         columns = [rows.token_id, rows.position, self.slots, rows.phase, rows.entry]
-        host = torch.tensor([*columns, *(column for read in reads.values() for column in read)], dtype=torch.int64)
-        self.numbers = host.to(self.tables[self.groups[0].name].page_SP.device, non_blocking=True)
-        first_column = {window: NUM_COLUMNS + len(Reads._fields) * index for index, window in enumerate(reads)}
-        self._addresses = {
-            group.name: GroupAddresses(self, self.tables[group.name], reads[group.window], first_column[group.window])
-            for group in self.groups
-        }
+        for window in self.groups.windows:
+            columns += rows.reads(window)
+        self.numbers = torch.tensor(columns, dtype=torch.int64).to(self.groups.device, non_blocking=True)
+        self._addresses: dict[str, GroupAddresses] = {}
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def addresses(self, group: str) -> GroupAddresses:
         """See `RowsInLayers`."""
-        return self._addresses[group]
+        found = self._addresses.get(group)
+        if found is None:
+            found = self._addresses[group] = GroupAddresses(self, group)
+        return found
 
     @property
     def token_id_R(self) -> torch.Tensor:
@@ -236,8 +245,9 @@ class Pass:
 class GroupAddresses:
     """What the rows of a pass store and read in one group."""
 
-    def __init__(self, run: Pass, table: DeviceTable, reads: Reads, first_column: int) -> None:
-        self._run, self.table, self._reads, self.first_column = run, table, reads, first_column
+    def __init__(self, run: Pass, group: str) -> None:
+        self._run, self._window = run, run.groups.window[group]
+        self.table, self.first_column = run.groups.table[group], run.groups.first_column[group]
         self._batches: dict[bool, list[AttentionBatch]] = {}
 
     @cached_property
@@ -257,7 +267,7 @@ class GroupAddresses:
         return self._batches[final_only]
 
     def _batch(self, members: _Members) -> AttentionBatch:
-        run, reads, device = self._run, self._reads, self._run.numbers.device
+        run, reads, device = self._run, self._run.rows.reads(self._window), self._run.numbers.device
         query_BQ = torch.tensor([own for own, _ in members], device=device)
         local_BN = torch.tensor([list(rows) for _, rows in members], device=device)
         first_pages = [min(reads.entry_begin[row] for row in own) // run.page_size for own, _ in members]

@@ -18,7 +18,7 @@ from megatron_dmtd.inference.graphs import GraphRecorder, direct
 from megatron_dmtd.inference.kv.device_tables import DeviceTables
 from megatron_dmtd.inference.kv.pages import PageTables
 from megatron_dmtd.inference.kv.store import KVStore
-from megatron_dmtd.inference.passes import Pass
+from megatron_dmtd.inference.passes import GroupColumns, Pass
 from megatron_dmtd.inference.planner import Rows, StepPlan
 from megatron_dmtd.inference.static_steps import StaticSteps
 from megatron_dmtd.inference.weights import ModelWeights
@@ -43,6 +43,11 @@ class Runner:
         self.schedule, self.store = model.schedule, store
         self.forward = Forward(model, store, num_slots=num_slots, num_positions=num_positions, native=native)
         self.tables = DeviceTables(store, num_slots=num_slots, max_entries=num_positions, device=model.device)
+        self._groups = {
+            name: GroupColumns(groups, self.tables.by_group)
+            for name in (PARALLEL, SEQUENTIAL)
+            if (groups := self.schedule.pass_groups(name))
+        }
         self.static: StaticSteps | None = None
         if mode != "dynamic":
             record = GraphRecorder(model.device) if mode == "graphs" else direct
@@ -61,14 +66,8 @@ class Runner:
         return self._sequential_pass(plan, outputs_FX, wanted)
 
     def _pass(self, plan: StepPlan, pass_name: str, rows: Rows, final: Sequence[int]) -> Pass:
-        return Pass(
-            rows=rows,
-            slots=[plan.chunks[chunk].slot for chunk in rows.chunk],
-            final=final,
-            groups=self.schedule.pass_groups(pass_name),
-            tables=self.tables.by_group,
-            page_size=self.store.page_size,
-        )
+        slots = [plan.chunks[chunk].slot for chunk in rows.chunk]
+        return Pass(rows=rows, slots=slots, final=final, groups=self._groups[pass_name], page_size=self.store.page_size)
 
     def _parallel_pass(self, plan: StepPlan) -> torch.Tensor:
         """Hidden states `[F, X]` of the shadow rows; each request's last block is kept."""

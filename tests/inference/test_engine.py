@@ -224,3 +224,20 @@ def test_hundreds_of_random_requests_in_random_company(pairs):
             reused += engine.prefix_index.num_reused_tokens if engine.prefix_index else 0
     assert preempted > 2
     assert reused > 100
+
+
+@pytest.mark.parametrize("kind", ["bidirectional-refresh", "causal-norefresh", "vanilla"])
+def test_models_with_windows_in_some_layers_are_served_through_prefixes_and_preemption(tmp_path, kind):
+    """Several K/V groups per pass; windows of 5 keys, shorter than the prefixes that are reused."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    pair = Pair(tmp_path, kind, use_sliding_window=True, sliding_window=5, layer_types=kinds)
+    config = EngineConfig(max_batch=3, max_length=64, cache_tokens=80, page_size=4, chunk_tokens=7)
+    engine = pair.engine(config)
+    assert len(engine.store.groups) == (2 if kind == "vanilla" else 4)
+    start = prompts_of([17], seed=600)[0]
+    prompts = [start + tail for tail in prompts_of([3, 6, 1, 9], seed=610)]
+    expected = [pair.greedy(prompt, 18) for prompt in prompts]
+    assert outputs(engine, prompts, 18) == expected
+    assert [outputs(engine, [prompt], 18)[0] for prompt in prompts] == expected
+    assert engine.stats.num_preemptions > 0 and engine.prefix_index.num_reused_tokens > 16
+    assert outputs(pair.engine(dataclasses.replace(config, cuda_graphs="shapes")), prompts, 18) == expected

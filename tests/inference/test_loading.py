@@ -6,11 +6,21 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from megatron_dmtd.errors import CheckpointError, ConversionError, DMTDError, ModelError
-from megatron_dmtd.inference import Engine, EngineConfig, SamplingParams
+from megatron_dmtd.inference import Engine, EngineConfig, SamplingParams, score
 from megatron_dmtd.inference.loading import load_model
-from tests.hf.tiny import tiny_model, vanilla_decoder
+from tests.hf.tiny import random_ids, tiny_model, vanilla_decoder
 from tests.inference.models import PENALTY, SMALL, Pair
 
 CPU = torch.device("cpu")
@@ -167,3 +177,47 @@ def test_a_tied_head_stored_twice_must_be_the_embedding_table(tmp_path):
     change_weights(pair.directory, lambda weights: weights.update({"lm_head.weight": table + 1}))
     with pytest.raises(ConversionError, match="differs from"):
         load_model(pair.directory, device=CPU)
+
+
+FIELDS = {
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "attn_implementation": "eager",
+}
+ORDINARY_MODELS = {
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**FIELDS)),
+    "qwen2, last layers windowed": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**FIELDS, use_sliding_window=True, sliding_window=6, max_window_layers=2)
+    ),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**FIELDS, sliding_window=21, head_dim=32)),
+    "llama 3": lambda: LlamaForCausalLM(LlamaConfig(**FIELDS, rope_parameters=LLAMA3)),
+    "qwen3, yarn": lambda: Qwen3ForCausalLM(
+        Qwen3Config(**FIELDS, head_dim=32, rope_parameters=YARN | {"original_max_position_embeddings": 32})
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY_MODELS)
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_ordinary_models_have_the_logits_of_transformers(tmp_path, name, kernels):
+    """Level: fp32 rounding. Texts of several pages, one token at a time."""
+    model = ORDINARY_MODELS[name]().eval()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.copy_(1 + 0.2 * noise if weight.dim() == 1 else noise * 2 / weight.shape[-1] ** 0.5)
+    model.save_pretrained(tmp_path)
+    ids = random_ids(1, 57, seed=2)
+    with torch.no_grad():
+        expected = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    assert expected.std() > 1
+    engine = Engine(tmp_path, EngineConfig(max_batch=1, chunk_tokens=1, kernels=kernels), device="cpu")
+    found = torch.tensor(score(engine, ids[0].tolist()))
+    torch.testing.assert_close(found, expected, rtol=0, atol=5e-5)

@@ -4,7 +4,7 @@ import torch
 
 from megatron_dmtd.inference.kv.device_tables import DeviceTable
 from megatron_dmtd.inference.kv.pages import PageTable
-from megatron_dmtd.inference.passes import Pass, pages_from
+from megatron_dmtd.inference.passes import GroupColumns, Pass, pages_from
 from megatron_dmtd.inference.planner import Chunk, plan_step
 from tests.inference.kv.stores import method_of, mixed_store, small_store
 
@@ -21,7 +21,7 @@ def parallel_pass(variant: str, chunks: list[Chunk], *, store=None) -> Pass:
         for slot in range(2):
             tables[group.name].update(slot, PageTable(10 * slot + page for page in range(4)))
     slots = [chunks[chunk].slot for chunk in plan.parallel.chunk]
-    return Pass(rows=plan.parallel, slots=slots, final=plan.outputs, groups=groups, tables=tables, page_size=4)
+    return Pass(rows=plan.parallel, slots=slots, final=plan.outputs, groups=GroupColumns(groups, tables), page_size=4)
 
 
 def test_rows_are_batched_by_chunk_and_each_reads_what_the_plan_says():

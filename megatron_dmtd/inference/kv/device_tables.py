@@ -27,8 +27,9 @@ class DeviceTable:
         owner, known = self._known[slot]
         if owner is not table:
             known = 0
-        if known < len(table.pages):
-            self.page_SP[slot, known : len(table.pages)] = torch.tensor(table.pages[known:], dtype=torch.int64)
+        elif known == len(table.pages):
+            return
+        self.page_SP[slot, known : len(table.pages)] = torch.tensor(table.pages[known:], dtype=torch.int64)
         self._known[slot] = (table, len(table.pages))
 
 

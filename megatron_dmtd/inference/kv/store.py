@@ -84,8 +84,10 @@ class KVStore:
 
     def missing(self, tables: PageTables, num_tokens: int) -> PageCounts:
         """Pages that `tables` lacks to hold `num_tokens` tokens."""
-        entries = self.num_entries(num_tokens)
-        return {name: store.pages.missing(tables[name], entries[name]) for name, store in self.groups.items()}
+        return {
+            name: store.pages.missing(tables[name], store.group.num_entries(self.method, num_tokens))
+            for name, store in self.groups.items()
+        }
 
     def has_free(self, counts: PageCounts) -> bool:
         """Whether that many pages are free in every group."""
@@ -93,9 +95,8 @@ class KVStore:
 
     def grow(self, tables: PageTables, num_tokens: int) -> None:
         """Give `tables` the pages that it lacks to hold `num_tokens` tokens."""
-        entries = self.num_entries(num_tokens)
         for name, store in self.groups.items():
-            store.pages.grow(tables[name], entries[name])
+            store.pages.grow(tables[name], store.group.num_entries(self.method, num_tokens))
 
     def share(self, tables: PageTables) -> None:
         """One more owner for every page of `tables`."""

@@ -84,7 +84,7 @@ class NativeOps:
 
     def linear(self, x_RX: torch.Tensor, linear: Linear) -> torch.Tensor:
         """See `Ops`."""
-        return self._into(self._kernels.linears[linear.out_features][len(x_RX)], x_RX, linear, None)
+        return self._into(self._kernels.linears[linear.out_features][x_RX.shape[0]], x_RX, linear, None)
 
     def linear_add(self, x: torch.Tensor, linear: Linear, residual_RX: torch.Tensor) -> torch.Tensor:
         """See `Ops`."""
@@ -156,7 +156,7 @@ class NativeOps:
 
     def head(self, hidden_FX: torch.Tensor, linear: Linear) -> torch.Tensor:
         """See `Ops`."""
-        return self._into(torch.empty(len(hidden_FX), linear.out_features), hidden_FX, linear, None)
+        return self._into(torch.empty(hidden_FX.shape[0], linear.out_features), hidden_FX, linear, None)
 
 
 def _pointer(norm: Norm | None) -> int | None:

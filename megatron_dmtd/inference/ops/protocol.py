@@ -47,16 +47,13 @@ class LayerVisit:
     """One visit of the schedule, with everything that it works on."""
 
     weights: LayerWeights
+    attention: AttentionSpec
+    """Sizes of its heads."""
     rotary: RotaryTable
     group: str
     """The K/V group that it writes and reads."""
     pages: EncodedPages
     """Its K and V there."""
-
-    @property
-    def attention(self) -> AttentionSpec:
-        """Sizes of its heads."""
-        return self.weights.spec.attention
 
 
 class Ops(Protocol):

@@ -17,7 +17,7 @@ from megatron_dmtd.inference.kv.device_tables import DeviceTables
 from megatron_dmtd.inference.kv.pages import PageTables
 from megatron_dmtd.inference.kv.store import KVStore
 from megatron_dmtd.inference.ops.protocol import LayerVisit
-from megatron_dmtd.inference.passes import Pass
+from megatron_dmtd.inference.passes import GroupColumns, Pass
 from megatron_dmtd.inference.planner import Chunk, Rows, StepPlan, plan_step
 from megatron_dmtd.inference.static_pass import StaticPass, StaticShape, num_pages_read
 from tests.inference.oracle_models import decoder_of, method_of, model_of
@@ -74,8 +74,8 @@ class Setting:
     def dynamic(self, pass_name: str) -> Pass:
         """The pass as it comes."""
         rows, final = self.rows(pass_name)
-        groups = self.schedule.pass_groups(pass_name)
-        return Pass(rows=rows, slots=rows.chunk, final=final, groups=groups, tables=self.tables.by_group, page_size=PAGE_SIZE)
+        groups = GroupColumns(self.schedule.pass_groups(pass_name), self.tables.by_group)
+        return Pass(rows=rows, slots=rows.chunk, final=final, groups=groups, page_size=PAGE_SIZE)
 
     def static(self, pass_name: str, *, num_chunks: int = 2) -> StaticPass:
         """The same in a shape of `num_chunks` chunks, some of which may be nobody's."""
