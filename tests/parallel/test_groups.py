@@ -1,4 +1,5 @@
 import datetime
+import os
 
 import pytest
 import torch
@@ -68,14 +69,20 @@ def test_groups_and_random_states_follow_the_layout():
     assert len({plain for plain, _ in numbers}) == 1
 
 
-def test_a_run_without_a_launcher_needs_no_address(monkeypatch):
+def _without_launcher(config: Config) -> tuple[int, datetime.timedelta]:
+    """World size and timeout of a process that no launcher started. It leaves its groups twice."""
+    torch.distributed.destroy_process_group()
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    init_parallel(tiny_config(), prepare_megatron())
-    try:
-        assert torch.distributed.get_world_size() == 1
-        timeout = torch.distributed.group.WORLD._get_backend(torch.device("cpu")).options._timeout
-        assert timeout == datetime.timedelta(seconds=tiny_config().parallel.timeout_s)
-    finally:
-        shut_down()
+        os.environ.pop(name, None)
+    init_parallel(config, prepare_megatron())
+    world_size = torch.distributed.get_world_size()
+    timeout = torch.distributed.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+    shut_down()
     shut_down()  # of nothing
+    return world_size, timeout
+
+
+@pytest.mark.multiprocess
+def test_a_run_without_a_launcher_needs_no_address():
+    config = tiny_config()
+    assert run_ranks(1, _without_launcher, config) == [(1, datetime.timedelta(seconds=config.parallel.timeout_s))]

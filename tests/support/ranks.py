@@ -61,10 +61,19 @@ def _kill(processes: list[Any]) -> None:
         process.join(10)
 
 
+def _refuse_groups_of_this_process() -> None:
+    """Megatron keeps some groups when it leaves them. A child that lets go of one waits for the threads that the parent's had."""
+    from megatron.core import parallel_state
+
+    kept = [name for name, value in vars(parallel_state).items() if isinstance(value, torch.distributed.ProcessGroup)]
+    assert not kept, f"a test joined Megatron's groups in this process and not in a child: {kept}"
+
+
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Run `function(*arguments)` on `world_size` ranks joined by gloo; its results by rank."""
     assert not torch.distributed.is_initialized(), "the parent must not be a rank: its children would inherit the group"
     prepare_megatron()
+    _refuse_groups_of_this_process()
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
