@@ -1,10 +1,10 @@
 """Compile C sources for this machine once, and load the library: `load_library`.
 
 A library is kept in the user's cache (`$XDG_CACHE_HOME`, else `~/.cache`), under a digest of everything that its machine code
-depends on: sources, options, compiler and CPU. So an edited source, another compiler or another kind of node (a home directory may
-be shared) makes its own library, and none is ever replaced by a different one. Processes that start together compile it once: they
-wait for a lock. Where the cache cannot be written, the library is compiled in a temporary directory and lives as long as its
-process.
+depends on: sources, options, compiler and CPU. So an edited source, another compiler or another kind of node (a home directory
+may be shared) makes its own library, and none is ever replaced by a different one. Processes that start together compile it
+once: they wait for a lock. Where the cache cannot be written, the library is compiled in a temporary directory and lives as
+long as its process.
 """
 
 from __future__ import annotations

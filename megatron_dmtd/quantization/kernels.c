@@ -93,26 +93,46 @@ INLINE double excess(const float *block, const uint32_t *codes4, float scale4, c
     return (sum4[0] + sum4[2]) + (sum4[1] + sum4[3]);
 }
 
-INLINE void nvfp4(const void *x, int64_t blocks, float global, int bf16, int four_over_six, uint8_t *packed, uint8_t *scales) {
-    for (int64_t j = 0; j < blocks; j++) {
-        float block[16];
-        uint32_t codes[16];
-        load(x, 16 * j, 16, bf16, block);
-        float ratio = global > 0.0f ? float_of(largest_bits(block, 16)) / 6.0f / global : 0.0f;
-        uint32_t scale = e4m3_of(ratio > 448.0f ? 448.0f : ratio);
-        encode16(block, value_of_e4m3(scale) * global, codes);
-        if (four_over_six) {
-            uint32_t codes4[16], scale4 = e4m3_of(ratio * 1.5f > 448.0f ? 448.0f : ratio * 1.5f);
-            encode16(block, value_of_e4m3(scale4) * global, codes4);
-            double more = excess(block, codes4, value_of_e4m3(scale4), codes, value_of_e4m3(scale), global);
-            // no branch: which of the two wins cannot be predicted
-            uint32_t four = more < 0.0 ? ~0u : 0u;
-            scale ^= (scale ^ scale4) & four;
-            for (int i = 0; i < 16; i++) codes[i] ^= (codes[i] ^ codes4[i]) & four;
-        }
-        scales[j] = (uint8_t)scale;
-        pack(codes, 16, packed + 8 * j);
+// Scales of many blocks first, then their codes: one after the other, a block would wait for each step of its own long chain.
+#define BATCH 16
+
+INLINE void nvfp4_batch(const void *x, int64_t first, int count, float global, int bf16, int four_over_six, uint8_t *packed,
+                        uint8_t *scales) {
+    float block[BATCH][16], ratio[BATCH] = {0}, more4[BATCH];
+    uint32_t scale[BATCH], scale4[BATCH], codes[BATCH][16], codes4[BATCH][16];
+    double more[BATCH];
+    for (int b = 0; b < count; b++) {
+        load(x, 16 * (first + b), 16, bf16, block[b]);
+        ratio[b] = float_of(largest_bits(block[b], 16));
     }
+    for (int b = 0; b < BATCH; b++) {
+        ratio[b] = global > 0.0f ? ratio[b] / 6.0f / global : 0.0f;
+        more4[b] = ratio[b] * 1.5f;
+        scale[b] = e4m3_of(ratio[b] > 448.0f ? 448.0f : ratio[b]);
+        scale4[b] = e4m3_of(more4[b] > 448.0f ? 448.0f : more4[b]);
+    }
+    for (int b = 0; b < count; b++) encode16(block[b], value_of_e4m3(scale[b]) * global, codes[b]);
+    if (four_over_six) {
+        for (int b = 0; b < count; b++) encode16(block[b], value_of_e4m3(scale4[b]) * global, codes4[b]);
+        for (int b = 0; b < count; b++)
+            more[b] = excess(block[b], codes4[b], value_of_e4m3(scale4[b]), codes[b], value_of_e4m3(scale[b]), global);
+        for (int b = 0; b < count; b++) {
+            // no branch: which of the two wins cannot be predicted
+            uint32_t four = more[b] < 0.0 ? ~0u : 0u;
+            scale[b] ^= (scale[b] ^ scale4[b]) & four;
+            for (int i = 0; i < 16; i++) codes[b][i] ^= (codes[b][i] ^ codes4[b][i]) & four;
+        }
+    }
+    for (int b = 0; b < count; b++) {
+        scales[first + b] = (uint8_t)scale[b];
+        pack(codes[b], 16, packed + 8 * (first + b));
+    }
+}
+
+INLINE void nvfp4(const void *x, int64_t blocks, float global, int bf16, int four_over_six, uint8_t *packed, uint8_t *scales) {
+    int64_t first = 0;
+    for (; first + BATCH <= blocks; first += BATCH) nvfp4_batch(x, first, BATCH, global, bf16, four_over_six, packed, scales);
+    nvfp4_batch(x, first, (int)(blocks - first), global, bf16, four_over_six, packed, scales);
 }
 
 // Biased exponent of the power of two by which a block is divided. `most` is the largest finite value of the elements' format, as the bits
