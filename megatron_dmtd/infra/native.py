@@ -37,33 +37,42 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_dmtd" / "native"
 
 
-def find_compiler(*, remedy: str) -> str:
-    """Path of a C compiler.
+def find_compiler(compilers: Sequence[str] = COMPILERS, *, remedy: str) -> str:
+    """Path of the first of `compilers` that this machine has.
 
     Raises:
         CapabilityError: There is none; `remedy` says what to do without one.
     """
-    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    compiler = next((found for name in compilers if (found := shutil.which(name))), None)
     if compiler is None:
         raise CapabilityError(
-            found=f"no C compiler ({', '.join(COMPILERS)})", required="one, for the native kernels", remedy=remedy
+            found=f"no C compiler ({', '.join(compilers)})", required="one, for the native kernels", remedy=remedy
         )
     return compiler
 
 
-def load_library(sources: Sequence[Path], *, remedy: str, flags: Sequence[str] = (*EXACT_FLAGS, NATIVE)) -> ctypes.CDLL:
+def load_library(
+    sources: Sequence[Path],
+    *,
+    remedy: str,
+    flags: Sequence[str] = (*EXACT_FLAGS, NATIVE),
+    headers: Sequence[Path] = (),
+    compilers: Sequence[str] = COMPILERS,
+) -> ctypes.CDLL:
     """The library made from `sources`, compiled if this user has not compiled it yet.
 
     Args:
         sources: C files; all are compiled into one library.
         remedy: What to do where it cannot be compiled, for the error.
         flags: Options of the compiler.
+        headers: Files that the sources include: another content makes another library.
+        compilers: Names of the compilers that will do, the best one first.
 
     Raises:
         CapabilityError: There is no C compiler, or it cannot compile them.
     """
-    compiler = find_compiler(remedy=remedy)
-    name = f"{sources[0].stem}-{_digest(compiler, sources, flags)}.so"
+    compiler = find_compiler(compilers, remedy=remedy)
+    name = f"{sources[0].stem}-{_digest(compiler, [*sources, *headers], flags)}.so"
     with _folder() as folder:
         library = folder / name
         if not library.exists():

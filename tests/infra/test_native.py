@@ -49,6 +49,20 @@ def test_another_source_or_option_makes_another_library(cache, source):
     assert len(libraries(cache)) == 3
 
 
+def test_another_header_makes_another_library(cache, source, tmp_path):
+    header = tmp_path / "answer.h"
+    source.write_text('#include "answer.h"\nint answer(void) { return ANSWER; }\n')
+    for number in (42, 43):
+        header.write_text(f"#define ANSWER {number}\n")
+        assert native.load_library([source], headers=[header], remedy=REMEDY).answer() == number
+    assert len(libraries(cache)) == 2
+
+
+def test_only_the_compilers_that_will_do_are_asked_for(source):
+    with pytest.raises(CapabilityError, match=r"no C compiler \(no-such-compiler\)"):
+        native.load_library([source], compilers=["no-such-compiler"], remedy=REMEDY)
+
+
 def test_another_kind_of_cpu_makes_another_library(cache, source, monkeypatch):
     native.load_library([source], remedy=REMEDY)
     monkeypatch.setattr(native, "_cpu_facts", lambda: iter(["flags: none"]))

@@ -1,28 +1,28 @@
-"""Compile the C files of this folder for this machine, and load them.
+"""The engine's kernels in C: the files of this folder, compiled for this machine by `infra.native`.
 
-The library is compiled in a temporary directory for each process, so that it always fits the CPU and nothing is left behind. It
-shares torch's OpenMP threads: torch has already loaded `libgomp.so.1`, and the loader gives every later user the same one.
+The library shares torch's OpenMP threads: torch has already loaded `libgomp.so.1`, and the loader gives every later user the same
+one.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
 
 from megatron_dmtd.errors import CapabilityError
+from megatron_dmtd.infra.native import NATIVE, load_library
 
-SOURCES = sorted(Path(__file__).parent.glob("*.c"))
+FOLDER = Path(__file__).parent
+SOURCES, HEADERS = sorted(FOLDER.glob("*.c")), sorted(FOLDER.glob("*.h"))
+#: Others bring an OpenMP of their own.
 COMPILERS = ("cc", "gcc")
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-lm")
+FLAGS = ("-O3", NATIVE, "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 #: Wide vectors are an option of compilers for x86 only.
 WIDE_VECTORS = "-mprefer-vector-width=512"
-TIMEOUT_S = 300
+REMEDY = "install gcc, or decode with kernels='torch'"
 
 POINTER, INTEGER, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 SIGNATURES = {
@@ -41,35 +41,16 @@ def load_kernels() -> ctypes.CDLL:
     Raises:
         CapabilityError: There is no C compiler, or it cannot compile them.
     """
-    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
-    if compiler is None:
-        raise CapabilityError(
-            found=f"no C compiler ({', '.join(COMPILERS)})",
-            required="one, for the native kernels",
-            remedy="install gcc, or decode with kernels='torch'",
-        )
-    # torch's OpenMP must be there first; see above.
-    torch.ones(1)
-    with tempfile.TemporaryDirectory(prefix="megatron_dmtd-") as folder:
-        library = Path(folder) / "kernels.so"
-        _compile(compiler, library)
-        kernels = ctypes.CDLL(str(library))
+    torch.ones(1)  # its OpenMP must be there first; see above
+    try:
+        kernels = _library(*FLAGS, WIDE_VECTORS)
+    except CapabilityError:
+        kernels = _library(*FLAGS)
     for name, types in SIGNATURES.items():
         function = getattr(kernels, name)
         function.argtypes, function.restype = types, None
     return kernels
 
 
-def _compile(compiler: str, library: Path) -> None:
-    failures = []
-    for extra in ((WIDE_VECTORS,), ()):
-        command = [compiler, *map(str, SOURCES), "-o", str(library), *FLAGS, *extra]
-        finished = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-        if finished.returncode == 0:
-            return
-        failures.append(finished.stderr.strip()[-500:])
-    raise CapabilityError(
-        found=f"{compiler} cannot compile the native kernels: {failures[-1]}",
-        required="a C compiler with OpenMP and vector types",
-        remedy="install gcc, or decode with kernels='torch'",
-    )
+def _library(*flags: str) -> ctypes.CDLL:
+    return load_library(SOURCES, remedy=REMEDY, flags=flags, headers=HEADERS, compilers=COMPILERS)
