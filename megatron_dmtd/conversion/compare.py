@@ -14,7 +14,7 @@ from megatron_dmtd.config import CycleConfig
 from megatron_dmtd.conversion.progress import tensor_bar
 from megatron_dmtd.conversion.sources import Source
 from megatron_dmtd.weights.megatron_names import Rule, rules
-from megatron_dmtd.weights.specs import TensorSpec, num_bytes_of
+from megatron_dmtd.weights.specs import TensorSpec
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: fields of the model that describe how weights were made or used, not what they are
@@ -103,7 +103,7 @@ def _value_differences(first: Source, second: Source, names: set[str], dtype: to
             compared = [name for name, _ in rule.hf if name in names]
             if compared:
                 found += _rule_differences(first, second, rule, theirs[rule.megatron_name], names, dtype)
-                bar.update(sum(num_bytes_of(specs[name]) for name in compared))
+                bar.update(sum(specs[name].num_bytes for name in compared))
     return found
 
 

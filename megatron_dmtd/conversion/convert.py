@@ -27,7 +27,6 @@ from megatron_dmtd.weights.checkpoint_files import TOKENIZER_FOLDER
 from megatron_dmtd.weights.megatron_names import hf_specs, rules
 from megatron_dmtd.weights.prefetch import read_ahead
 from megatron_dmtd.weights.safetensors_files import SHARD_BYTES
-from megatron_dmtd.weights.specs import num_bytes_of
 from megatron_dmtd.weights.torch_dist import write_model_checkpoint
 
 
@@ -67,7 +66,7 @@ def _import(source: HFDirectory, output: Path, *, cycle: CycleConfig | None, tok
     with tensor_bar("importing", specs.values()) as bar:
 
         def read(name: str) -> torch.Tensor:
-            bar.update(num_bytes_of(specs[name]))
+            bar.update(specs[name].num_bytes)
             return source.megatron(name)
 
         write_model_checkpoint(output, specs, read, config, tokenizer=carried)
@@ -126,7 +125,7 @@ def export_hf(
             with tensor_bar("exporting", specs.values()) as bar:
                 for name, tensor in _cast(source, dtype):
                     yield name, tensor
-                    bar.update(num_bytes_of(specs[name]))
+                    bar.update(specs[name].num_bytes)
             wait_for_verdict()
 
         write_hf_directory(

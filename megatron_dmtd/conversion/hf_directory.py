@@ -19,7 +19,7 @@ from megatron_dmtd.hf.configuration_dmtd_qwen3 import DMTDQwen3Config
 from megatron_dmtd.hf.remote_code import AUTO_MAP, code_files
 from megatron_dmtd.infra.directories import new_directory
 from megatron_dmtd.weights.safetensors_files import SHARD_BYTES, write_weights
-from megatron_dmtd.weights.specs import TensorSpec, num_bytes_of
+from megatron_dmtd.weights.specs import TensorSpec
 
 
 def write_hf_directory(
@@ -47,7 +47,7 @@ def write_hf_directory(
     with_code = fields["model_type"] == DMTDQwen3Config.model_type
     generation = generation_settings(tokenizer_dir)
     copied = {path.name: path for path in (tokenizer_files(tokenizer_dir) if tokenizer_dir else [])}
-    with new_directory(Path(directory), error=ConversionError, num_bytes=sum(map(num_bytes_of, specs.values()))) as aside:
+    with new_directory(Path(directory), error=ConversionError, num_bytes=sum(spec.num_bytes for spec in specs.values())) as aside:
         write_weights(aside, specs, tensors, shard_bytes=shard_bytes)
         complete = dict(fields) | special_ids(generation) | _stored_type(specs) | ({"auto_map": AUTO_MAP} if with_code else {})
         _write_json(aside / "config.json", dict(sorted(complete.items())))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from tqdm import tqdm
 
-from megatron_dmtd.weights.specs import TensorSpec, num_bytes_of
+from megatron_dmtd.weights.specs import TensorSpec
 
 #: seconds of work after which progress is shown
 _PATIENCE_S = 2.0
@@ -19,4 +19,4 @@ def byte_bar(work: str, num_bytes: int) -> tqdm:
 
 def tensor_bar(work: str, specs: Iterable[TensorSpec]) -> tqdm:
     """The same over the bytes of tensors."""
-    return byte_bar(work, sum(map(num_bytes_of, specs)))
+    return byte_bar(work, sum(spec.num_bytes for spec in specs))

@@ -21,7 +21,7 @@ import torch
 from megatron_dmtd.errors import ConversionError
 from megatron_dmtd.infra.json_files import parse_object
 from megatron_dmtd.weights.prefetch import Flusher, SteadyFile
-from megatron_dmtd.weights.specs import TensorSpec, num_bytes_of
+from megatron_dmtd.weights.specs import TensorSpec
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -59,7 +59,7 @@ def _refusal(found: str) -> ConversionError:
 
 def map_tensor(path: Path, offset: int, spec: TensorSpec) -> torch.Tensor:
     """The tensor stored at `offset` of a file. Writing to it changes memory, never the file."""
-    numbers = numpy.memmap(path, mode="c", dtype=numpy.uint8, offset=offset, shape=(num_bytes_of(spec),))
+    numbers = numpy.memmap(path, mode="c", dtype=numpy.uint8, offset=offset, shape=(spec.num_bytes,))
     return torch.from_numpy(numbers).view(spec.dtype).reshape(spec.shape)
 
 
@@ -194,7 +194,7 @@ def _places_of_file(path: Path) -> dict[str, _Place]:
             continue
         spec = TensorSpec(tuple(entry["shape"]), dtype)
         start, end = entry["data_offsets"]
-        if end - start != num_bytes_of(spec) or start < 0:
+        if end - start != spec.num_bytes or start < 0:
             faults.append(f"{name} of shape {list(spec.shape)} has {end - start} bytes")
         places[name] = _Place(path=path, offset=data_start + start, num_bytes=end - start, spec=spec)
     spans = sorted((place.offset, place.offset + place.num_bytes) for place in places.values())
@@ -259,7 +259,7 @@ def write_weights(
     assert left is None, f"{left and left[0]} was not announced"
     if len(shards) > 1:
         weight_map = {name: file_name for file_name, shard in zip(names, shards, strict=True) for name in shard}
-        total = sum(num_bytes_of(spec) for spec in specs.values())
+        total = sum(spec.num_bytes for spec in specs.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
@@ -268,11 +268,11 @@ def _shards(specs: Mapping[str, TensorSpec], shard_bytes: int) -> list[list[str]
     shards: list[list[str]] = [[]]
     size = 0
     for name, spec in specs.items():
-        if shards[-1] and size + num_bytes_of(spec) > shard_bytes:
+        if shards[-1] and size + spec.num_bytes > shard_bytes:
             shards.append([])
             size = 0
         shards[-1].append(name)
-        size += num_bytes_of(spec)
+        size += spec.num_bytes
     return shards
 
 
@@ -280,7 +280,7 @@ def _header(specs: Mapping[str, TensorSpec]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, spec in specs.items():
-        end = offset + num_bytes_of(spec)
+        end = offset + spec.num_bytes
         entries[name] = {"dtype": _TYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()

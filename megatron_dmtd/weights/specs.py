@@ -29,8 +29,3 @@ class TensorSpec:
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """The spec of a tensor in memory."""
     return TensorSpec(tuple(tensor.shape), tensor.dtype)
-
-
-def num_bytes_of(spec: TensorSpec) -> int:
-    """Size of a tensor in bytes."""
-    return spec.num_bytes

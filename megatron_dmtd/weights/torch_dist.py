@@ -59,7 +59,7 @@ from megatron_dmtd.weights.checkpoint_files import CONFIG_FILE, METADATA_FILE, T
 from megatron_dmtd.weights.megatron_names import LAYERS, check_megatron
 from megatron_dmtd.weights.prefetch import Flusher, SteadyFile, read_ahead
 from megatron_dmtd.weights.safetensors_files import map_tensor
-from megatron_dmtd.weights.specs import TensorSpec, num_bytes_of
+from megatron_dmtd.weights.specs import TensorSpec
 
 _METADATA = {
     "sharded_backend": "torch_dist",
@@ -302,7 +302,7 @@ def write_model_checkpoint(
     num_layers = config.model.num_layers
     check_megatron(decoder_of(config.model), specs)
     _check_stackable(specs, num_layers=num_layers)
-    with new_directory(directory, error=ConversionError, num_bytes=sum(map(num_bytes_of, specs.values()))) as aside:
+    with new_directory(directory, error=ConversionError, num_bytes=sum(spec.num_bytes for spec in specs.values())) as aside:
         for path in tokenizer:
             (aside / TOKENIZER_FOLDER).mkdir(exist_ok=True)
             shutil.copyfile(path, aside / TOKENIZER_FOLDER / path.name)
