@@ -104,14 +104,14 @@ def _folder() -> Iterator[Path]:
 def _digest(compiler: str, sources: Sequence[Path], flags: Sequence[str]) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False).stdout
     digest = hashlib.sha256()
-    for fact in (compiler, version, *flags, platform.machine(), *_cpu_facts()):
+    for fact in (compiler, version, *flags, platform.machine(), *cpu_facts()):
         digest.update(fact.encode() + b"\0")
     for source in sources:
         digest.update(source.read_bytes() + b"\0")
     return digest.hexdigest()[:32]
 
 
-def _cpu_facts() -> Iterator[str]:
+def cpu_facts() -> Iterator[str]:
     """What tells CPUs apart that `-march=native` compiles differently for."""
     path = Path("/proc/cpuinfo")
     if not path.exists():

@@ -65,7 +65,7 @@ def test_only_the_compilers_that_will_do_are_asked_for(source):
 
 def test_another_kind_of_cpu_makes_another_library(cache, source, monkeypatch):
     native.load_library([source], remedy=REMEDY)
-    monkeypatch.setattr(native, "_cpu_facts", lambda: iter(["flags: none"]))
+    monkeypatch.setattr(native, "cpu_facts", lambda: iter(["flags: none"]))
     native.load_library([source], remedy=REMEDY)
     assert len(libraries(cache)) == 2
 

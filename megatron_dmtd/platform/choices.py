@@ -1,0 +1,225 @@
+"""Which library multiplies, decided once per machine: by rule where the processor leaves no doubt, else by a short measurement.
+
+The measurement must not depend on what else the machine does. It runs on one thread and counts that thread's own CPU time; the
+candidates take turns; and another product takes torch's place only if it was clearly faster in most of the turns, so that close
+races always end the same way.
+
+The result is a file in the user's cache (`~/.cache/megatron_dmtd/products/`), under a digest of the processor and of torch: all
+processes of this machine, and all later ones, choose alike, which a resumed run needs in order to repeat the bits of the first.
+`tools/bench/machine.py` prints it. Where the cache cannot be written, each process measures for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import hashlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from megatron_dmtd.infra.files import write_atomically
+from megatron_dmtd.infra.json_files import parse_object
+from megatron_dmtd.infra.locks import FileLock
+from megatron_dmtd.infra.native import cpu_facts, user_cache
+
+#: Of this file's content: another number makes a new file.
+VERSION = 1
+#: Width of the square weights that are measured: larger than a core's cache in fp32.
+WIDTH = 768
+#: Rows that are measured; a product of other rows is decided by the nearest ones, by ratio.
+ROWS = (16, 96, 512)
+TURNS = 11
+#: Another product must take less than this fraction of torch's time, in three quarters of the turns.
+CLEARLY_FASTER = 0.96
+#: The measurement of a type ends early at this many seconds for one product: a processor without the type's instructions.
+HOPELESS_S = 0.05
+
+
+class Form(enum.StrEnum):
+    """Which of a linear layer's three products."""
+
+    FORWARD = "forward"
+    INPUT_GRAD = "input gradient"
+    WEIGHT_GRAD = "weight gradient"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One decision, with what it follows from."""
+
+    dtype: str
+    form: Form
+    rows: int
+    product: str
+    gflops: Mapping[str, float]
+    """Median rate of each candidate on one thread, by name."""
+
+
+class Choices:
+    """The decisions for one machine."""
+
+    def __init__(self, choices: tuple[Choice, ...], *, path: Path | None = None) -> None:
+        """`path`: the file that holds them, if any."""
+        self.all, self.path = choices, path
+        self._names = {(choice.dtype, choice.form, choice.rows): choice.product for choice in choices}
+        self._found: dict[tuple[torch.dtype, Form, int], str] = {}
+
+    def name(self, dtype: torch.dtype, form: Form, rows: int) -> str:
+        """Name of the product for a type, a form and a number of rows."""
+        key = (dtype, form, rows)
+        if key not in self._found:
+            self._found[key] = self._names[_word(dtype), form, nearest_rows(rows)]
+        return self._found[key]
+
+    def __str__(self) -> str:
+        """A line per decision."""
+        lines = [f"{'type':9} {'product':16} {'rows':>5}  {'chosen':8}  GFLOP/s on one thread"]
+        for choice in self.all:
+            rates = ", ".join(f"{name} {rate:.0f}" for name, rate in choice.gflops.items())
+            lines.append(f"{choice.dtype:9} {choice.form:16} {choice.rows:5}  {choice.product:8}  {rates}")
+        return "\n".join(lines)
+
+
+def nearest_rows(rows: int) -> int:
+    """The measured number of rows that decides for `rows`."""
+    return min(ROWS, key=lambda measured: max(measured / max(rows, 1), rows / measured))
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+#: What else changes how fast the libraries are: limits of instruction sets.
+LIMITS = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+
+
+class Product(Protocol):
+    """A way to multiply."""
+
+    def __call__(self, x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, /) -> torch.Tensor:
+        """`x @ weight.T + bias`, of matrices of any strides."""
+
+
+def record_path() -> Path:
+    """The file with the choices of this machine, of this torch, under these limits."""
+    digest = hashlib.sha256()
+    versions = (torch.__version__, torch.backends.cpu.get_cpu_capability(), str(torch.backends.mkldnn.is_available()))
+    limits = (f"{name}={os.environ.get(name, '')}" for name in LIMITS)
+    for fact in (str(VERSION), *versions, *limits, *cpu_facts()):
+        digest.update(fact.encode() + b"\0")
+    return user_cache().parent / "products" / f"{digest.hexdigest()[:32]}.json"
+
+
+def recorded(path: Path) -> Choices | None:
+    """The choices in a file; none if it is absent or not what `record` writes."""
+    try:
+        fields = parse_object(path.read_text(encoding="utf-8"))["choices"]
+        choices = tuple(Choice(**{**choice, "form": Form(choice["form"])}) for choice in fields)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    wanted = {(_word(dtype), form, rows) for dtype in (torch.float32, torch.bfloat16) for form in Form for rows in ROWS}
+    complete = {(choice.dtype, choice.form, choice.rows) for choice in choices} == wanted
+    return Choices(choices, path=path) if complete else None
+
+
+def choose(candidates: Callable[[torch.dtype], Mapping[str, Product]], path: Path) -> Choices:
+    """The recorded choices, measured and recorded first if there are none. Processes that start together measure once."""
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(FileLock(path.with_suffix(".lock"))).acquire()
+        except OSError:
+            return recorded(path) or Choices(measured(candidates))
+        if found := recorded(path):
+            return found
+        choices = measured(candidates)
+        fields = {
+            "torch": torch.__version__,
+            "processor": list(cpu_facts())[:1],
+            "choices": list(map(dataclasses.asdict, choices)),
+        }
+        with contextlib.suppress(OSError):
+            write_atomically(path, json.dumps(fields, indent=1) + "\n")
+            return Choices(choices, path=path)
+        return Choices(choices)
+
+
+def measured(candidates: Callable[[torch.dtype], Mapping[str, Product]]) -> tuple[Choice, ...]:
+    """A decision for each type, form and number of rows."""
+    with _one_thread(), torch.no_grad():
+        return tuple(
+            _measured(candidates(dtype), dtype, form, rows)
+            for dtype in (torch.float32, torch.bfloat16)
+            for form in Form
+            for rows in ROWS
+        )
+
+
+def _measured(candidates: Mapping[str, Product], dtype: torch.dtype, form: Form, rows: int) -> Choice:
+    x, weight = _operands(dtype, form, rows)
+    seconds = _times(candidates, x, weight)
+    gflops = {name: round(2e-9 * rows * WIDTH**2 / statistics.median(times), 1) for name, times in seconds.items()}
+    return Choice(dtype=_word(dtype), form=form, rows=rows, product=fastest(seconds), gflops=gflops)
+
+
+def _operands(dtype: torch.dtype, form: Form, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Strided as the form has them."""
+    generator = torch.Generator().manual_seed(0)
+    x, grad, weight = (torch.randn(size, WIDTH, generator=generator).to(dtype) for size in (rows, rows, WIDTH))
+    match form:
+        case Form.FORWARD:
+            return x, weight
+        case Form.INPUT_GRAD:
+            return grad, weight.t()
+        case Form.WEIGHT_GRAD:
+            return grad.t(), x.t()
+
+
+def _times(candidates: Mapping[str, Product], x: torch.Tensor, weight: torch.Tensor) -> dict[str, list[float]]:
+    """CPU seconds of each candidate in each turn."""
+    if len(candidates) == 1:
+        return {name: [_seconds(one, x, weight)] for name, one in candidates.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for turn in range(TURNS + 1):
+        for name, one in candidates.items():
+            taken = _seconds(one, x, weight)
+            if turn or taken > HOPELESS_S:  # the first call prepares its kernel
+                seconds[name].append(taken)
+        if any(times and times[-1] > HOPELESS_S for times in seconds.values()) and all(seconds.values()):
+            break
+    return seconds
+
+
+def _seconds(one: Product, x: torch.Tensor, weight: torch.Tensor) -> float:
+    started = time.thread_time()
+    one(x, weight)
+    return time.thread_time() - started
+
+
+def fastest(seconds: Mapping[str, Sequence[float]]) -> str:
+    """The candidate to use: the first, unless another was clearly faster in three quarters of the turns."""
+    first, *others = seconds
+    limits = {name: sorted(mine / its for mine, its in zip(seconds[name], seconds[first])) for name in others}
+    clear = {
+        name: ratios[(3 * len(ratios)) // 4] for name, ratios in limits.items() if ratios[(3 * len(ratios)) // 4] < CLEARLY_FASTER
+    }
+    return min(clear, key=lambda name: clear[name], default=first)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """A process that may still fork must not start threads; and a thread's CPU time is only what it computes itself."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

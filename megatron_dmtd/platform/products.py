@@ -1,0 +1,120 @@
+"""The one place that multiplies matrices on a CPU: `linear`, for training and the engine, each time by the fastest exact product.
+
+torch carries two libraries, and which one is faster depends on the processor: MKL uses AVX2 on AMD's, oneDNN whatever there is.
+For each type, form and number of rows, `choices.py` measures them once per machine; products of few operations always go through
+torch, where the call costs more than the arithmetic. Exact: every product sums in fp32 or wider, and fp32 operands are never
+rounded to a narrower type.
+
+On a GPU, and for types other than fp32 and bf16, everything goes through torch.
+
+Shape legend: M rows, K inputs (summed over), N outputs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from megatron_dmtd.infra.native import cpu_facts
+from megatron_dmtd.platform.choices import Choices, Form, Product, choose, record_path
+
+#: Multiplications below which the call itself decides: torch's is the cheapest.
+SMALL = 1 << 22
+TYPES = (torch.float32, torch.bfloat16)
+
+
+def _torch(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+    return functional.linear(x_MK, weight_NK, bias_N)
+
+
+def _onednn(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(x_MK, weight_NK, bias_N, "none", [], "")
+
+
+def _widened(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+    """A bf16 product where the processor has no instructions for it: the same sums, in fp32, rounded once."""
+    bias = None if bias_N is None else bias_N.float()
+    return product(x_MK.float(), weight_NK.float(), Form.FORWARD, bias).to(x_MK.dtype)
+
+
+#: By the names that `choices` records; torch's own comes first.
+PRODUCTS: dict[str, Product] = {"torch": _torch, "onednn": _onednn, "widened": _widened}
+
+
+def has_bf16_instructions() -> bool:
+    """Whether the processor multiplies bf16 faster than fp32."""
+    flags = {flag for fact in cpu_facts() for flag in fact.split()}
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def candidates(dtype: torch.dtype) -> Mapping[str, Product]:
+    """The products of a type that this machine can make."""
+    names = ["torch"]
+    if torch.backends.mkldnn.is_available() and (dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        names.append("onednn")
+    if dtype == torch.bfloat16 and not has_bf16_instructions():
+        names.append("widened")
+    return {name: PRODUCTS[name] for name in names}
+
+
+@functools.cache
+def choices_of_this_machine() -> Choices:
+    """The recorded decisions; measured when this machine first needs them."""
+    return choose(candidates, record_path())
+
+
+def product(x_MK: torch.Tensor, weight_NK: torch.Tensor, form: Form, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+    """`x @ weight.T + bias` of two matrices of one type and any strides."""
+    if x_MK.dtype not in TYPES or x_MK.device.type != "cpu" or x_MK.numel() * weight_NK.shape[0] < SMALL:
+        return _torch(x_MK, weight_NK, bias_N)
+    rows = x_MK.shape[1] if form is Form.WEIGHT_GRAD else x_MK.shape[0]
+    return PRODUCTS[choices_of_this_machine().name(x_MK.dtype, form, rows)](x_MK, weight_NK, bias_N)
+
+
+def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+    """`x @ weight.T + bias` for `x` of shape `[..., K]`. Differentiable; gradients go through the same products."""
+    if x.device.type != "cpu" or x.dtype not in TYPES or weight_NK.dtype != x.dtype:
+        return functional.linear(x, weight_NK, bias_N)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight_NK, bias_N)):
+        return _Linear.apply(x, weight_NK, bias_N)
+    return _forward(x, weight_NK, bias_N)
+
+
+def input_grad(grad: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    """Gradient `[..., K]` of the input of `linear`, from that of its output."""
+    return product(_rows(grad), weight_NK.t(), Form.INPUT_GRAD).view(*grad.shape[:-1], -1)
+
+
+def weight_grad(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Gradient `[N, K]` of the weight of `linear`, from that of its output and its input."""
+    return product(_rows(grad).t(), _rows(x).t(), Form.WEIGHT_GRAD)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _forward(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
+    return product(_rows(x), weight_NK, Form.FORWARD, bias_N).view(*x.shape[:-1], -1)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight_NK)
+        return _forward(x, weight_NK, bias_N)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight_NK = ctx.saved_tensors
+        for_x, for_weight, for_bias = ctx.needs_input_grad
+        return (
+            input_grad(grad, weight_NK) if for_x else None,
+            weight_grad(grad, x) if for_weight else None,
+            _rows(grad).sum(0) if for_bias else None,
+        )

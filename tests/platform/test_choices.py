@@ -1,0 +1,76 @@
+"""The choice of a product: clear, recorded, and the same for every process of a machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_dmtd.platform import choices, products
+from megatron_dmtd.platform.choices import Form
+
+
+def test_another_product_must_be_clearly_faster_in_three_quarters_of_the_turns() -> None:
+    usual = [1.0, 1.1, 0.9, 1.0, 4.0, 1.0, 1.0, 1.0]
+    assert choices.fastest({"torch": usual, "onednn": [0.5 * s for s in usual]}) == "onednn"
+    assert choices.fastest({"torch": usual, "onednn": [0.99 * s for s in usual]}) == "torch"
+    # fast in some turns alone: noise
+    assert choices.fastest({"torch": usual, "onednn": [0.1, 0.1, 0.1, 2.0, 9.0, 2.0, 2.0, 2.0]}) == "torch"
+    # one slow turn does not matter
+    assert choices.fastest({"torch": usual, "onednn": [0.5] * 7 + [9.0]}) == "onednn"
+    assert choices.fastest({"torch": usual, "onednn": [0.8] * 8, "widened": [0.4] * 8}) == "widened"
+
+
+@pytest.mark.parametrize(
+    ("rows", "nearest"), [(1, 16), (16, 16), (39, 16), (40, 96), (96, 96), (221, 96), (222, 512), (9999, 512)]
+)
+def test_a_number_of_rows_is_decided_by_the_nearest_measured_one(rows: int, nearest: int) -> None:
+    assert choices.nearest_rows(rows) == nearest
+
+
+def test_choices_are_measured_once_and_then_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "WIDTH", 32)
+    path = tmp_path / "products" / "machine.json"
+    measured = choices.choose(products.candidates, path)
+    assert measured.path == path and len(measured.all) == 2 * 3 * 3
+    assert {row.product for row in measured.all} <= set(products.PRODUCTS)
+    assert str(measured).count("weight gradient") == 6
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("measured again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(choices, "measured", refuse)
+        assert choices.choose(products.candidates, path).all == measured.all
+    fields = json.loads(path.read_text())
+    fields["choices"] = fields["choices"][1:]
+    for damaged in ("", "{}", "[]", json.dumps(fields)):
+        path.write_text(damaged)
+        assert choices.recorded(path) is None
+        assert choices.choose(products.candidates, path).path == path
+    assert choices.recorded(path) is not None
+
+
+def test_without_a_cache_the_choices_live_as_long_as_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "WIDTH", 32)
+    (tmp_path / "file").write_text("")
+    found = choices.choose(products.candidates, tmp_path / "file" / "machine.json")
+    assert found.path is None and found.name(torch.float32, Form.FORWARD, 100) in products.PRODUCTS
+
+
+def test_another_processor_or_another_limit_has_a_record_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = choices.record_path()
+    with monkeypatch.context() as patch:
+        patch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+        limited = choices.record_path()
+    monkeypatch.setattr(choices, "cpu_facts", lambda: iter(["flags: none"]))
+    assert len({here, limited, choices.record_path()}) == 3 and choices.record_path().parent == here.parent
+
+
+def test_measuring_starts_no_threads_and_restores_their_number() -> None:
+    threads = torch.get_num_threads()
+    with choices._one_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == threads
