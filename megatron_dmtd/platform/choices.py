@@ -104,7 +104,7 @@ LIMITS = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX
 class Product(Protocol):
     """A way to multiply."""
 
-    def __call__(self, x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, /) -> torch.Tensor:
+    def __call__(self, x_RE: torch.Tensor, weight_OE: torch.Tensor, bias_O: torch.Tensor | None = None, /) -> torch.Tensor:
         """`x @ weight.T + bias`, of matrices of any strides."""
 
 

@@ -7,7 +7,7 @@ rounded to a narrower type.
 
 On a GPU, and for types other than fp32 and bf16, everything goes through torch.
 
-Shape legend: M rows, K inputs (summed over), N outputs.
+Shape legend: R rows of a product, E its inputs (summed over), O its outputs.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ SMALL = 1 << 22
 TYPES = (torch.float32, torch.bfloat16)
 
 
-def _torch(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
-    return functional.linear(x_MK, weight_NK, bias_N)
+def _torch(x_RE: torch.Tensor, weight_OE: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    return functional.linear(x_RE, weight_OE, bias_O)
 
 
-def _onednn(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise.default(x_MK, weight_NK, bias_N, "none", [], "")
+def _onednn(x_RE: torch.Tensor, weight_OE: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(x_RE, weight_OE, bias_O, "none", [], "")
 
 
-def _widened(x_MK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+def _widened(x_RE: torch.Tensor, weight_OE: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
     """A bf16 product where the processor has no instructions for it: the same sums, in fp32, rounded once."""
-    bias = None if bias_N is None else bias_N.float()
-    return product(x_MK.float(), weight_NK.float(), Form.FORWARD, bias).to(x_MK.dtype)
+    bias = None if bias_O is None else bias_O.float()
+    return product(x_RE.float(), weight_OE.float(), Form.FORWARD, bias).to(x_RE.dtype)
 
 
 #: By the names that `choices` records; torch's own comes first.
@@ -67,30 +67,30 @@ def choices_of_this_machine() -> Choices:
     return choose(candidates, record_path())
 
 
-def product(x_MK: torch.Tensor, weight_NK: torch.Tensor, form: Form, bias_N: torch.Tensor | None = None) -> torch.Tensor:
+def product(x_RE: torch.Tensor, weight_OE: torch.Tensor, form: Form, bias_O: torch.Tensor | None = None) -> torch.Tensor:
     """`x @ weight.T + bias` of two matrices of one type and any strides."""
-    if x_MK.dtype not in TYPES or x_MK.device.type != "cpu" or x_MK.numel() * weight_NK.shape[0] < SMALL:
-        return _torch(x_MK, weight_NK, bias_N)
-    rows = x_MK.shape[1] if form is Form.WEIGHT_GRAD else x_MK.shape[0]
-    return PRODUCTS[choices_of_this_machine().name(x_MK.dtype, form, rows)](x_MK, weight_NK, bias_N)
+    if x_RE.dtype not in TYPES or x_RE.device.type != "cpu" or x_RE.numel() * weight_OE.shape[0] < SMALL:
+        return _torch(x_RE, weight_OE, bias_O)
+    rows = x_RE.shape[1] if form is Form.WEIGHT_GRAD else x_RE.shape[0]
+    return PRODUCTS[choices_of_this_machine().name(x_RE.dtype, form, rows)](x_RE, weight_OE, bias_O)
 
 
-def linear(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ weight.T + bias` for `x` of shape `[..., K]`. Differentiable; gradients go through the same products."""
-    if x.device.type != "cpu" or x.dtype not in TYPES or weight_NK.dtype != x.dtype:
-        return functional.linear(x, weight_NK, bias_N)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight_NK, bias_N)):
-        return _Linear.apply(x, weight_NK, bias_N)
-    return _forward(x, weight_NK, bias_N)
+def linear(x: torch.Tensor, weight_OE: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    """`x @ weight.T + bias` for `x` of shape `[..., E]`. Differentiable; gradients go through the same products."""
+    if x.device.type != "cpu" or x.dtype not in TYPES or weight_OE.dtype != x.dtype:
+        return functional.linear(x, weight_OE, bias_O)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight_OE, bias_O)):
+        return _Linear.apply(x, weight_OE, bias_O)
+    return _forward(x, weight_OE, bias_O)
 
 
-def input_grad(grad: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-    """Gradient `[..., K]` of the input of `linear`, from that of its output."""
-    return product(_rows(grad), weight_NK.t(), Form.INPUT_GRAD).view(*grad.shape[:-1], -1)
+def input_grad(grad: torch.Tensor, weight_OE: torch.Tensor) -> torch.Tensor:
+    """Gradient `[..., E]` of the input of `linear`, from that of its output."""
+    return product(_rows(grad), weight_OE.t(), Form.INPUT_GRAD).view(*grad.shape[:-1], -1)
 
 
 def weight_grad(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Gradient `[N, K]` of the weight of `linear`, from that of its output and its input."""
+    """Gradient `[O, E]` of the weight of `linear`, from that of its output and its input."""
     return product(_rows(grad).t(), _rows(x).t(), Form.WEIGHT_GRAD)
 
 
@@ -98,23 +98,23 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _forward(x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
-    return product(_rows(x), weight_NK, Form.FORWARD, bias_N).view(*x.shape[:-1], -1)
+def _forward(x: torch.Tensor, weight_OE: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    return product(_rows(x), weight_OE, Form.FORWARD, bias_O).view(*x.shape[:-1], -1)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(x, weight_NK)
-        return _forward(x, weight_NK, bias_N)
+    def forward(ctx: Any, x: torch.Tensor, weight_OE: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight_OE)
+        return _forward(x, weight_OE, bias_O)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight_NK = ctx.saved_tensors
+        x, weight_OE = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad
         return (
-            input_grad(grad, weight_NK) if for_x else None,
+            input_grad(grad, weight_OE) if for_x else None,
             weight_grad(grad, x) if for_weight else None,
             _rows(grad).sum(0) if for_bias else None,
         )
