@@ -41,9 +41,11 @@ format: $(INSTALLED)  ## Format the code
 clean:  ## Remove the virtual environment and the quickstart's output
 	rm -rf $(VENV) quickstart
 
-$(INSTALLED): requirements.txt requirements-dev.txt pyproject.toml
+$(INSTALLED): requirements.txt requirements-dev.txt tests/oracles/requirements.txt pyproject.toml
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 13), f"Python 3.11 or 3.12 is needed, {sys.version} found"'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --progress-bar on -r requirements-dev.txt
 	$(BIN)/python -m pip install --no-deps -e .
+	rm -rf $(VENV)/oracles
+	$(BIN)/python -m pip install --no-deps --target $(VENV)/oracles -r tests/oracles/requirements.txt
 	@touch $@

@@ -1,6 +1,10 @@
 """The formats against arithmetic in plain Python, and other libraries. The kernels are compared in test_native.py."""
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -83,36 +87,40 @@ def test_mxfp8_values_are_those_of_ml_dtypes():
     assert np.array_equal(values.view(torch.uint8).numpy(), expected.view(np.uint8))
 
 
-class TestAgainstTorchao:
-    x = torch.randn(256, 512, generator=torch.Generator().manual_seed(3))
-
-    def test_nvfp4(self):
-        theirs = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
-        g = self.x.abs().max() / torch.tensor(2688.0)
-        assert theirs.per_tensor_amax_to_scale(self.x.abs().max()) == g
-        packed, scales = reference.quantize_nvfp4(self.x, g, four_over_six=False)
-        their_scales, their_packed = theirs.nvfp4_quantize(self.x, 16, g)
-        assert torch.equal(scales.view(torch.uint8), their_scales.view(torch.uint8).view(scales.shape))
-        assert torch.equal(packed, their_packed.view(torch.uint8)), "these numbers hold no tie"
-
-    @pytest.mark.parametrize("rule", ["rceil", "floor"])
-    def test_mx(self, rule):
-        theirs = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
-        modes = pytest.importorskip("torchao.prototype.mx_formats.config").ScaleCalculationMode
-        for quantize, dtype in (
-            (reference.quantize_mxfp4, torch.float4_e2m1fn_x2),
-            (reference.quantize_mxfp8, torch.float8_e4m3fn),
-        ):
-            codes, scales = quantize(self.x, up=rule == "rceil")
-            their_scales, their_codes = theirs.to_mx(self.x, dtype, 32, modes[rule.upper()])
-            assert torch.equal(scales, their_scales.view(torch.uint8))
-            assert torch.equal(codes.view(torch.uint8), their_codes.view(torch.uint8))
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """Arguments of `quantization/others.py`, and what it answers in a process that sees those libraries."""
+    given = {"x": torch.randn(256, 512, generator=torch.Generator().manual_seed(3))}
+    given["global"] = given["x"].abs().max() / torch.tensor(2688.0)
+    packed, scales = reference.quantize_nvfp4(given["x"], given["global"], four_over_six=False)
+    given["values"] = reference.dequantize_nvfp4(
+        packed, torch.ones_like(scales.float()).to(torch.float8_e4m3fn), torch.tensor(1.0)
+    )
+    folder = tmp_path_factory.mktemp("others")
+    torch.save(given, folder / "given.pt")
+    environment = os.environ | {"PYTHONPATH": str(Path(sys.prefix) / "oracles")}
+    script = Path(__file__).with_name("others.py")
+    subprocess.run([sys.executable, script, folder / "given.pt", folder / "answer.pt"], check=True, env=environment)
+    return given, torch.load(folder / "answer.pt")
 
 
-def test_compressed_tensors_packs_the_same_bytes():
-    theirs = pytest.importorskip("compressed_tensors.compressors.nvfp4.helpers")
-    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(4))
-    g = x.abs().max() / torch.tensor(2688.0)
-    packed, scales = reference.quantize_nvfp4(x, g, four_over_six=False)
-    units = reference.dequantize_nvfp4(packed, torch.ones_like(scales.float()).to(torch.float8_e4m3fn), torch.tensor(1.0))
-    assert torch.equal(theirs.pack_fp4_to_uint8(units), packed)
+def test_torchao_makes_the_same_nvfp4(theirs):
+    given, answer = theirs
+    packed, scales = reference.quantize_nvfp4(given["x"], given["global"], four_over_six=False)
+    assert answer["global"] == given["global"] and torch.equal(scales.view(torch.uint8), answer["nvfp4 scales"])
+    assert torch.equal(packed, answer["nvfp4 codes"]), "these numbers hold no tie"
+
+
+@pytest.mark.parametrize("rule", ["rceil", "floor"])
+@pytest.mark.parametrize(("name", "quantize"), [("mxfp4", reference.quantize_mxfp4), ("mxfp8", reference.quantize_mxfp8)])
+def test_torchao_makes_the_same_mx(theirs, rule, name, quantize):
+    given, answer = theirs
+    codes, scales = quantize(given["x"], up=rule == "rceil")
+    assert torch.equal(scales, answer[f"{name} {rule} scales"])
+    assert torch.equal(codes.view(torch.uint8), answer[f"{name} {rule} codes"])
+
+
+def test_compressed_tensors_packs_the_same_bytes(theirs):
+    given, answer = theirs
+    packed, _ = reference.quantize_nvfp4(given["x"], given["global"], four_over_six=False)
+    assert torch.equal(packed, answer["packed"])
