@@ -104,8 +104,8 @@ LIMITS = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX
 class Product(Protocol):
     """A way to multiply."""
 
-    def __call__(self, x_RE: torch.Tensor, weight_OE: torch.Tensor, bias_O: torch.Tensor | None = None, /) -> torch.Tensor:
-        """`x @ weight.T + bias`, of matrices of any strides."""
+    def __call__(self, x: torch.Tensor, weight_OE: torch.Tensor, bias_O: torch.Tensor | None = None, /) -> torch.Tensor:
+        """`x @ weight.T + bias` for `x` of shape `[..., E]`, of any strides."""
 
 
 def record_path() -> Path:

@@ -132,6 +132,16 @@ def _patch_rng() -> None:
     megatron_random.CudaRNGStatesTracker.fork = fork
 
 
+def _patch_linear_layers() -> None:
+    """Let the parallel linear layers multiply in `products`."""
+    from megatron.core.tensor_parallel import layers
+
+    from megatron_dmtd.platform.linear import FrozenLinearOnCPU, LinearOnCPU
+
+    layers.LinearWithGradAccumulationAndAsyncCommunication = LinearOnCPU
+    layers.LinearWithFrozenWeight = FrozenLinearOnCPU
+
+
 def _proxy_loaded_modules() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and not name.startswith(_NOT_PROXIED) and getattr(module, "torch", None) is torch:
@@ -157,4 +167,5 @@ def install() -> None:
     if not _patched:
         _patch_tensor_methods()
         _patch_rng()
+        _patch_linear_layers()
         _patched = True

@@ -27,18 +27,18 @@ SMALL = 1 << 22
 TYPES = (torch.float32, torch.bfloat16)
 
 
-def _torch(x_RE: torch.Tensor, weight_OE: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-    return functional.linear(x_RE, weight_OE, bias_O)
+def _torch(x: torch.Tensor, weight_OE: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    return functional.linear(x, weight_OE, bias_O)
 
 
-def _onednn(x_RE: torch.Tensor, weight_OE: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise.default(x_RE, weight_OE, bias_O, "none", [], "")
+def _onednn(x: torch.Tensor, weight_OE: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight_OE, bias_O, "none", [], "")
 
 
-def _widened(x_RE: torch.Tensor, weight_OE: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+def _widened(x: torch.Tensor, weight_OE: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
     """A bf16 product where the processor has no instructions for it: the same sums, in fp32, rounded once."""
     bias = None if bias_O is None else bias_O.float()
-    return product(x_RE.float(), weight_OE.float(), Form.FORWARD, bias).to(x_RE.dtype)
+    return product(x.float(), weight_OE.float(), Form.FORWARD, bias).to(x.dtype)
 
 
 #: By the names that `choices` records; torch's own comes first.
@@ -67,12 +67,17 @@ def choices_of_this_machine() -> Choices:
     return choose(candidates, record_path())
 
 
-def product(x_RE: torch.Tensor, weight_OE: torch.Tensor, form: Form, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ weight.T + bias` of two matrices of one type and any strides."""
-    if x_RE.dtype not in TYPES or x_RE.device.type != "cpu" or x_RE.numel() * weight_OE.shape[0] < SMALL:
-        return _torch(x_RE, weight_OE, bias_O)
-    rows = x_RE.shape[1] if form is Form.WEIGHT_GRAD else x_RE.shape[0]
-    return PRODUCTS[choices_of_this_machine().name(x_RE.dtype, form, rows)](x_RE, weight_OE, bias_O)
+def product(x: torch.Tensor, weight_OE: torch.Tensor, form: Form, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    """`x @ weight.T + bias` for `x` of shape `[..., E]`, both of one type and any strides."""
+    if x.dtype not in TYPES or x.device.type != "cpu" or x.numel() * weight_OE.shape[0] < SMALL:
+        return _no_view(_torch(x, weight_OE, bias_O))
+    rows = x.shape[-1] if form is Form.WEIGHT_GRAD else x.numel() // x.shape[-1]
+    return _no_view(PRODUCTS[choices_of_this_machine().name(x.dtype, form, rows)](x, weight_OE, bias_O))
+
+
+def _no_view(x: torch.Tensor) -> torch.Tensor:
+    """Of `[R, O]` as `[..., O]`: autograd forbids changing a view that a custom function returns, which Megatron's loss does."""
+    return torch.ops.aten._unsafe_view.default(x, x.shape) if x._is_view() else x
 
 
 def linear(x: torch.Tensor, weight_OE: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
@@ -81,12 +86,12 @@ def linear(x: torch.Tensor, weight_OE: torch.Tensor, bias_O: torch.Tensor | None
         return functional.linear(x, weight_OE, bias_O)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight_OE, bias_O)):
         return _Linear.apply(x, weight_OE, bias_O)
-    return _forward(x, weight_OE, bias_O)
+    return product(x, weight_OE, Form.FORWARD, bias_O)
 
 
 def input_grad(grad: torch.Tensor, weight_OE: torch.Tensor) -> torch.Tensor:
     """Gradient `[..., E]` of the input of `linear`, from that of its output."""
-    return product(_rows(grad), weight_OE.t(), Form.INPUT_GRAD).view(*grad.shape[:-1], -1)
+    return product(grad, weight_OE.t(), Form.INPUT_GRAD)
 
 
 def weight_grad(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -98,15 +103,11 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _forward(x: torch.Tensor, weight_OE: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-    return product(_rows(x), weight_OE, Form.FORWARD, bias_O).view(*x.shape[:-1], -1)
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight_OE: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight_OE)
-        return _forward(x, weight_OE, bias_O)
+        return product(x, weight_OE, Form.FORWARD, bias_O)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
