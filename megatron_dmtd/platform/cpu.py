@@ -9,6 +9,7 @@ later version may need more names. Nothing else in this project may patch a libr
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import sys
 import types
@@ -20,6 +21,8 @@ import torch
 from megatron_dmtd.errors import CapabilityError
 
 _CPU = torch.device("cpu")
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_INT = 2**31 - 1
 _FACTORIES = (
     "arange",
     "empty",
@@ -142,6 +145,18 @@ def _patch_linear_layers() -> None:
     layers.LinearWithFrozenWeight = FrozenLinearOnCPU
 
 
+def _keep_freed_memory() -> None:
+    """Let the C library reuse the memory of large tensors.
+
+    By default glibc gives it back, and the next tensor of that size costs a page fault and 4 KiB of zeros per page: 4 % of the
+    time of a training step of 135M parameters.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # glibc alone has it
+        for option, num_bytes in ((_M_MMAP_THRESHOLD, 1 << 30), (_M_TRIM_THRESHOLD, _LARGEST_INT)):
+            mallopt(option, num_bytes)
+
+
 def _proxy_loaded_modules() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and not name.startswith(_NOT_PROXIED) and getattr(module, "torch", None) is torch:
@@ -168,4 +183,5 @@ def install() -> None:
         _patch_tensor_methods()
         _patch_rng()
         _patch_linear_layers()
+        _keep_freed_memory()
         _patched = True

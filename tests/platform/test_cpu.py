@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 
 import torch
 
@@ -32,6 +33,15 @@ def test_installing_again_changes_nothing() -> None:
     before = schedules.torch, torch.Tensor.type, optimizer.Adam
     prepare_megatron()
     assert before == (schedules.torch, torch.Tensor.type, optimizer.Adam)
+
+
+def test_the_memory_of_large_tensors_is_reused() -> None:
+    prepare_megatron()
+    faults = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt]
+    for _ in range(3):
+        torch.zeros(64 << 20, dtype=torch.uint8)
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    assert faults[3] - faults[1] < 2 * (64 << 20) / 4096 / 4
 
 
 def _forks() -> tuple[list[float], list[float]]:
