@@ -4,6 +4,9 @@
     python tools/evaluate.py exported --data data/valid --output report
     python tools/evaluate.py exported --text held_out.txt --reference Qwen3-0.6B --output report
 
+A token file of another tokenizer than the model's is refused, as far as its manifest and the model's folder can tell, and so is a
+reference with another tokenizer.
+
 The loss of phase k is that of the tokens predicted at phase k of their cycles, by the training rules. Agreement compares greedy
 outputs with those of `--reference`, or of the same weights as an ordinary decoder: the share of equal tokens at each distance
 from the prompt, and the length of the common prefix. The report folder gets `results.json`, `loss.png`, `agreement.png` and
@@ -22,12 +25,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_dmtd.data.batches.manifest import read_manifest
 from megatron_dmtd.data.batches.token_file import TokenFile
+from megatron_dmtd.data.corpora.verify import check_tokenizer
 from megatron_dmtd.errors import ConfigError, DataError, DMTDError, Refusal
 from megatron_dmtd.inference.config import require_directory
 from megatron_dmtd.infra.console import ending_quietly
 from megatron_dmtd.infra.directories import new_directory
 from megatron_dmtd.infra.disk import disk_errors
+from megatron_dmtd.infra.json_files import read_object
+
+TOKENIZER = "tokenizer.json"
+_DAMAGED = Refusal(ConfigError, required="a JSON object", remedy="copy the folder again")
 
 # torch and transformers take seconds, which help and refusals need not wait for
 if TYPE_CHECKING:
@@ -71,6 +80,40 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--device", help="for example cpu or cuda:1 (default: a GPU if there is one)")
     return parser.parse_args(argv)
+
+
+def check_tokenizers(options: argparse.Namespace) -> None:
+    """Refuse ids of another tokenizer than the model's; say so on standard error where nothing can be compared.
+
+    Raises `DataError` for a token file of another tokenizer, `ConfigError` for a reference that has another one.
+    """
+    model = Path(options.model)
+    if options.data is not None:
+        if read_manifest(options.data) is None:
+            _not_compared(f"{options.data} has no manifest")
+        elif not (model / TOKENIZER).is_file():
+            _not_compared(f"{model} has no {TOKENIZER}")
+        else:
+            check_tokenizer(options.data, options.model)
+    if options.reference is not None:
+        _check_reference(model / TOKENIZER, Path(options.reference) / TOKENIZER)
+
+
+def _not_compared(why: str) -> None:
+    print(f"not checked whether the ids are those of the model's tokenizer: {why}", file=sys.stderr)
+
+
+def _check_reference(own: Path, other: Path) -> None:
+    """Two files may be written differently and still be the same tokenizer."""
+    absent = [path for path in (own, other) if not path.is_file()]
+    if absent:
+        _not_compared(f"{absent[0].parent} has no {TOKENIZER}")
+    elif own.read_bytes() != other.read_bytes() and read_object(own, _DAMAGED) != read_object(other, _DAMAGED):
+        raise ConfigError(
+            found=f"{other} describes another tokenizer than {own}",
+            required="a reference with the model's tokenizer: both models read the same ids",
+            remedy="choose another --reference, or leave it out to compare with the same weights as an ordinary decoder",
+        )
 
 
 def read_documents(options: argparse.Namespace) -> list[list[int]]:
@@ -232,6 +275,7 @@ def check_inputs(argv: Sequence[str] | None, *, come_later: bool) -> argparse.Na
             TokenFile(options.data)
         elif not options.text.is_file():
             raise DataError(found=f"no file {options.text}", required="a text file in UTF-8", remedy="correct --text")
+        check_tokenizers(options)
     return options
 
 

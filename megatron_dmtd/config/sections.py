@@ -228,6 +228,8 @@ class TrainingConfig:
     """Seed of the initial weights (the same for every layout) and of dropout."""
     eval_interval: int = setting(100, NOT_NEGATIVE, resume=_MEASURES)
     """Steps between evaluations; 0 evaluates only at the end."""
+    eval_at_start: bool = setting(True, resume=_MEASURES)
+    """Also evaluate before the first step, as a baseline. A resumed run does not repeat it."""
     eval_batches: int = setting(8, NOT_NEGATIVE, resume=_MEASURES)
     """Global batches per evaluation. 0: all of the held-out corpus."""
     deterministic: bool = setting(True, resume=_ROUNDING)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .configuration_dmtd_qwen3 import DMTDQwen3Config, refusal
@@ -143,8 +144,12 @@ class DMTDQwen3Attention(nn.Module):
         return self.o_proj(out_BQHD.flatten(2))
 
 
-class DMTDQwen3DecoderLayer(nn.Module):
-    """One transformer layer."""
+class DMTDQwen3DecoderLayer(GradientCheckpointingLayer):
+    """One transformer layer.
+
+    With gradient checkpointing, transformers' base class computes it again in the backward pass. `run` gives it the same then:
+    only a pass with a cache writes anything, and such a pass is not checkpointed (`DMTDQwen3Model.forward`).
+    """
 
     def __init__(self, config: DMTDQwen3Config, layer: int) -> None:
         super().__init__()

@@ -20,6 +20,7 @@ from torch import nn
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import logging
 
 from .configuration_dmtd_qwen3 import DMTDQwen3Config, refusal
 from .dmtd_cache import DMTDCache
@@ -27,6 +28,7 @@ from .dmtd_cycles import cycle_start, is_cycle_head, phase, shadow_ids
 from .dmtd_layers import DMTDQwen3DecoderLayer, DMTDQwen3RMSNorm, KeyValueExchange, Pass, RotaryAngles
 from .dmtd_slots import Columns, CompleteLayout, Slots, Visibility, complete_layout, read_columns
 
+logger = logging.get_logger(__name__)
 #: Output field of the cache: transformers renamed `past_key_values` to `cache` in 5.x.
 CACHE_FIELD = "cache" if "cache" in {field.name for field in dataclasses.fields(CausalLMOutputWithPast)} else "past_key_values"
 #: Arguments that transformers' loops pass along and that have no effect here.
@@ -56,6 +58,7 @@ class DMTDQwen3PreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     _no_split_modules = ["DMTDQwen3DecoderLayer"]  # noqa: RUF012 - the type that transformers expects
     _supports_sdpa = True
+    supports_gradient_checkpointing = True
 
 
 class DMTDQwen3Model(DMTDQwen3PreTrainedModel):
@@ -84,6 +87,8 @@ class DMTDQwen3Model(DMTDQwen3PreTrainedModel):
         """Hidden states `[B, W, X]` after the final norm; zeros at padding. Arguments as `DMTDQwen3ForCausalLM.forward`."""
         check_arguments(input_ids, inputs_embeds, kwargs)
         assert input_ids is not None
+        if self._is_checkpointing():
+            use_cache = refuse_cache(cache, past_key_values, use_cache)
         cache = choose_cache(cache, past_key_values, use_cache, self.config)
         if cache is None or not cache.lengths:
             columns = read_columns(input_ids, attention_mask, position_ids)
@@ -95,6 +100,11 @@ class DMTDQwen3Model(DMTDQwen3PreTrainedModel):
             hidden_BWX = torch.cat([self._step(ids_B, cache) for ids_B in input_ids.unbind(dim=1)], dim=1)
         fields: dict[str, Any] = {CACHE_FIELD: cache}
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_BWX), **fields)
+
+    def _is_checkpointing(self) -> bool:
+        """Whether the layers of this call are computed again in the backward pass."""
+        is_enabled = any(getattr(layer, "gradient_checkpointing", False) for layer in self.layers)
+        return is_enabled and self.training and torch.is_grad_enabled()
 
     # Any number of tokens at once: docs/method.md, sections 1 to 5.
 
@@ -383,6 +393,20 @@ def choose_cache(
     if use_cache is False:
         raise refusal(found="a cache and use_cache=False", required="one or the other", remedy="leave out the cache")
     return cache
+
+
+def refuse_cache(cache: DMTDCache | None, past_key_values: DMTDCache | None, use_cache: bool | None) -> bool | None:
+    """`use_cache` of a pass with gradient checkpointing: as in transformers' models, a new cache is left out with a warning."""
+    if cache is not None or past_key_values is not None:
+        raise refusal(
+            found="a cache in a training pass with gradient checkpointing",
+            required="no cache: the backward pass would write it again and lose the gradients through it",
+            remedy="leave out the cache, call gradient_checkpointing_disable(), or decode under torch.no_grad() or in eval()",
+        )
+    if use_cache:
+        logger.warning_once("`use_cache=True` has no effect in training with gradient checkpointing: no cache is returned.")
+        return False
+    return use_cache
 
 
 def check_prompt(columns: Columns) -> None:

@@ -29,7 +29,7 @@ def load_tokenizer(directory: Path | None) -> Any:
             remedy="copy it into the directory (tools/convert.py export --tokenizer), or give and take token ids",
         )
     try:
-        return AutoTokenizer.from_pretrained(directory)
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # whatever the class of tokenizer raises for a damaged file
         raise CheckpointError(
             found=f"a tokenizer in {directory} that transformers cannot read: {type(error).__name__}: {error}",

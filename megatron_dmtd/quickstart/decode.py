@@ -62,7 +62,7 @@ def load(directory: Path, platform: Platform) -> Decoder:
 
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     model = model.to(platform.device).eval()
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     return Decoder(engine=load_engine(directory, platform), model=model, tokenizer=tokenizer, platform=platform)
 
 

@@ -1,8 +1,10 @@
 """What a run writes while it trains: console lines, `metrics.jsonl`, wandb and a progress bar.
 
 Names of values carry their units: `loss` and `loss_phase_<i>` (nats per target), `lr`, `grad_norm`, `tokens_per_s`,
-`step_time_s`, `memory_gib`, `mfu` (0 to 1). This module measures nothing and knows nothing of ranks: the caller makes one
-`RunLog`, with `is_writer` true on one rank only.
+`step_time_s`, `memory_gib`, `mfu` (0 to 1). Every line has its `step`, the `time` at which it was written (seconds since 1970, UTC)
+and `elapsed_s` (seconds that the run has worked up to then, over all its attempts, without the time between them and without steps
+that a resume lost). Of the run, this module measures nothing; and it knows nothing of ranks: the caller makes one `RunLog`, with
+`is_writer` true on one rank only.
 
 Layout of `logging.dir`: `metrics.jsonl` (one object per `log`, in order of steps, no step twice), `metrics.superseded.jsonl`
 (lines of steps that were trained again after a resume), `wandb_run_id`, and wandb's own `wandb/`.
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +35,10 @@ from megatron_dmtd.training import exit_codes
 METRICS_FILE = "metrics.jsonl"
 SUPERSEDED_FILE = "metrics.superseded.jsonl"
 RUN_ID_FILE = "wandb_run_id"
+#: `resumed_step` of a run that starts anew: no line of an earlier one is its own, not even the baseline of step 0
+NOT_RESUMED = -1
+#: names that every line has, which the console leaves out
+_CLOCK = ("time", "elapsed_s")
 _NO_LOG = Refusal(
     ConfigError,
     required="one JSON object with a step on each line",
@@ -67,6 +74,13 @@ def rewind_metrics(directory: Path, *, resumed_step: int) -> None:
         with open(directory / SUPERSEDED_FILE, "a") as file:
             file.write("".join(map(to_line, superseded)))
     write_atomically(path, "".join(to_line(record) for record in records if record["step"] <= resumed_step))
+
+
+def _last_elapsed_s(directory: Path) -> float:
+    """`elapsed_s` of the last line; 0 if there is none, or one written before lines had it."""
+    path = directory / METRICS_FILE
+    records = read_metrics(path) if path.is_file() else []
+    return float(records[-1].get("elapsed_s", 0.0)) if records else 0.0
 
 
 def _wandb_run_id(directory: Path) -> str:
@@ -114,6 +128,11 @@ def _start_wandb(config: LoggingConfig, run_config: Mapping[str, Any]) -> Any:
     return run
 
 
+def _number(value: float) -> float:
+    """As the line holds it: whole counts stay whole."""
+    return value if isinstance(value, int) else float(value)
+
+
 def _format(name: str, value: float) -> str:
     if name.endswith("lr"):
         return f"{name} {value:.3e}"
@@ -132,11 +151,12 @@ class RunLog:
         *,
         is_writer: bool,
         total_steps: int,
-        resumed_step: int = 0,
+        resumed_step: int = NOT_RESUMED,
         run_config: Mapping[str, Any] | None = None,
     ) -> None:
         self._is_writer = is_writer
         self._total_steps = total_steps
+        self._started, self._earlier_s = time.monotonic(), 0.0
         self._file: Any = None
         self._wandb: Any = None
         self._bar: Any = None
@@ -150,12 +170,13 @@ class RunLog:
             directory = Path(config.dir)
             directory.mkdir(parents=True, exist_ok=True)
             rewind_metrics(directory, resumed_step=resumed_step)
+            self._earlier_s = _last_elapsed_s(directory)
             self._file = open(directory / METRICS_FILE, "ab", buffering=0)  # noqa: SIM115 - closed by close()
         if config.wandb_project:
             self._wandb = _start_wandb(config, run_config or {})
         if config.progress:
             # disable=None: no bar where there is no terminal to redraw it
-            self._bar = tqdm(total=total_steps, initial=resumed_step, unit="step", disable=None, dynamic_ncols=True)
+            self._bar = tqdm(total=total_steps, initial=max(resumed_step, 0), unit="step", disable=None, dynamic_ncols=True)
 
     def advance(self, step: int) -> None:
         """Move the progress bar to `step` finished steps."""
@@ -163,12 +184,14 @@ class RunLog:
             self._bar.update(step - self._bar.n)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write `values` of step `step` everywhere. Steps count from 1 and do not go down."""
+        """Write `values` after `step` finished steps everywhere. Steps do not go down."""
         if not self._is_writer:
             return
-        assert "step" not in values, values
+        assert not {"step", *_CLOCK} & values.keys(), values
         self.message(f"step {step}/{self._total_steps}  " + "  ".join(_format(name, value) for name, value in values.items()))
-        self._write({"step": step} | {name: float(value) for name, value in values.items()})
+        elapsed_s = self._earlier_s + time.monotonic() - self._started
+        clock = {"time": round(time.time(), 3), "elapsed_s": round(elapsed_s, 3)}
+        self._write({"step": step} | clock | {name: _number(value) for name, value in values.items()})
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._file is not None and self.failure:
@@ -194,6 +217,7 @@ class RunLog:
             return
         written = {_kind_of(record) for record in read_metrics(self._file.name)}
         for record in records:
+            self._earlier_s = max(self._earlier_s, float(record.get("elapsed_s", 0.0)))
             if _kind_of(record) not in written:
                 self._write(dict(record))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,12 @@ from megatron_dmtd.platform import Platform
 from megatron_dmtd.training.checkpoints import paths
 from megatron_dmtd.training.checkpoints.compatibility import differences
 from megatron_dmtd.training.checkpoints.saving import Saver
-from megatron_dmtd.training.health import non_finite
+from megatron_dmtd.training.health import non_finite, targets
 from megatron_dmtd.training.health.consensus import any_rank, broadcast_from_first, raise_together
 from megatron_dmtd.training.health.signals import StopRequested, StopSignals
 from megatron_dmtd.training.health.throughput import Throughput, peak_tflops
 from megatron_dmtd.training.health.watchdog import Watchdog, watched
-from megatron_dmtd.training.log import METRICS_FILE, RunLog, read_metrics
+from megatron_dmtd.training.log import METRICS_FILE, NOT_RESUMED, RunLog, read_metrics
 from megatron_dmtd.training.objectives import LossSums
 from megatron_dmtd.training.progress import Progress
 from megatron_dmtd.training.rows import OpenSources, microbatches, open_corpora
@@ -73,7 +73,8 @@ class Trainer:
         self.saver = Saver(run, folder, on_progress=self._beat_while_saving) if folder else None
         self.values: dict[str, float] = {}
         """The values of the last evaluation, or of the last log line if nothing is held out."""
-        self._saved_step = run.step if resume_directory(run.config) is not None else None
+        self._is_resumed = resume_directory(run.config) is not None
+        self._saved_step = run.step if self._is_resumed else None
         self._throughput = throughput
 
     def train(self) -> dict[str, float]:
@@ -85,7 +86,9 @@ class Trainer:
         """
         config, run = self.run.config, self.run
         self._open_data()
-        if self.progress.evaluation_due:
+        if self._is_baseline_due():
+            self._evaluate()
+        elif self.progress.evaluation_due:
             self._evaluate()
             self._saved_step = None  # the checkpoint of this step says that the evaluation is still due
         while run.step < config.training.steps and not self._must_stop():
@@ -113,6 +116,19 @@ class Trainer:
         self.progress.corpus = corpus
         iterator = microbatches(self.run, sources.train, first_row=self.run.rows)
         self._batches = watched(iterator, self.watchdog, phase="step", step=lambda: self.run.step)
+
+    def _is_baseline_due(self) -> bool:
+        """Whether the run begins now, and is to be evaluated before its first step."""
+        return self._held_out is not None and self.run.config.training.eval_at_start and not self._is_resumed
+
+    def _seen(self) -> dict[str, float]:
+        """How much data the run has consumed, over all its attempts: slots of the rows, and passes over the corpora."""
+        run, rows_per_epoch = self.run, self.progress.corpus[0]
+        seen: dict[str, float] = {"tokens_seen": run.rows * run.config.data.seq_length}
+        return seen | ({"epoch": run.rows / rows_per_epoch} if rows_per_epoch else {})
+
+    def _log(self, values: Mapping[str, float]) -> None:
+        self.log.log(self.run.step, {**values, **self._seen()})
 
     def _beat(self, phase: str, *, allowed_s: float = 0.0) -> None:
         self.watchdog.beat(phase, step=self.run.step, allowed_s=allowed_s)
@@ -149,16 +165,27 @@ class Trainer:
         advance(self.run)
         where = report or "standard error"
         self.log.message(f"step {self.run.step} skipped: loss {loss}, gradient norm {result.grad_norm}; see {where}")
-        self.log.log(self.run.step, {"skipped_steps": self.progress.bad_steps})
+        self._log({"skipped_steps": self.progress.bad_steps})
 
     def _note(self, result: StepResult) -> None:
-        """Record a step's loss for the next log line and for the detection of spikes."""
+        """Record a step's loss for the next log line and for the detection of spikes; say if it had no targets."""
         self.progress.since_log.sums.add_(result.loss.sums)
-        loss = result.loss.values().get("loss", 0.0)
+        self._count_targets(result)
+        if result.loss.num_targets == 0:
+            return
+        loss = result.loss.values()["loss"]
         deviations = self.run.config.logging.spike_deviations
         if (found := non_finite.spike(self.progress.recent_losses, loss, deviations=deviations)) is not None:
             mean, deviation = found
-            self.log.log(self.run.step, {"spike_loss": loss, "usual_loss": mean, "usual_deviation": deviation})
+            self._log({"spike_loss": loss, "usual_loss": mean, "usual_deviation": deviation})
+
+    def _count_targets(self, result: StepResult) -> None:
+        step, optimizer = self.run.step, self.run.config.optimizer
+        num_targets = result.loss.num_targets
+        if message := targets.count(self.progress, num_targets=num_targets, step=step, lr=result.lr, optimizer=optimizer):
+            self.log.message(message)
+            in_a_row = self.progress.without_targets_in_a_row
+            self._log({"steps_without_targets": self.progress.steps_without_targets, "without_targets_in_a_row": in_a_row})
 
     def _report(self, result: StepResult) -> None:
         config, step = self.run.config, self.run.step
@@ -169,8 +196,10 @@ class Trainer:
             rates = {"lr": result.lr, "grad_norm": result.grad_norm} | self._throughput.values()
             if config.training.rampup_batch_size:
                 rates["global_batch_size"] = result.num_rows
+            if self.progress.steps_without_targets:
+                rates["steps_without_targets"] = self.progress.steps_without_targets
             self.values = self.progress.since_log.values() | rates
-            self.log.log(step, self.values)
+            self._log(self.values)
             self.progress.since_log.sums.zero_()
             self._throughput.restart()
 
@@ -184,7 +213,10 @@ class Trainer:
             self.values = held_out_loss(self.run, self._held_out, self._before_evaluation_batch).values(prefix="eval_")
         except _EvaluationCutShort:
             return
-        self.log.log(self.run.step, self.values)
+        if self.values:
+            self._log(self.values)
+        else:
+            self.log.message("evaluation: no row of data.valid that was evaluated has a target, so there is no held-out loss")
         self.progress.evaluation_due = False
 
     def _before_evaluation_batch(self) -> None:
@@ -232,6 +264,8 @@ class Trainer:
         is_stopped = any_rank((self.signals.received,), device=run.platform.device)[0]
         is_unfinished = run.step < run.config.training.steps or self.progress.evaluation_due
         saved = self._save_now()
+        if summary := targets.summary(self.progress, steps=run.step):
+            self.log.message(summary)
         raise_together(self.log.error(saved=saved))
         if is_stopped and is_unfinished:
             name = self.signals.name() or "a signal to another rank"
@@ -290,7 +324,8 @@ def run_training(
         join(config, platform, watchdog)
         held.enter_context(locked_folders(config, watchdog))
         run, progress = build(config, platform, watchdog)
-        log = held.enter_context(_open_log(config, resumed_step=run.step))
+        is_resumed = resume_directory(config) is not None
+        log = held.enter_context(_open_log(config, resumed_step=run.step if is_resumed else NOT_RESUMED))
         log.message(f"{config.cycle.variant} on {platform.describe()}, {world_size} processes")
         if run.step:
             is_done = run.step >= config.training.steps

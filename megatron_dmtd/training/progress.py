@@ -23,6 +23,10 @@ class Progress:
     """Losses of the last steps, oldest first, with which a spike is compared."""
     bad_steps: int = 0
     """Steps skipped so far because their loss or gradient was not finite."""
+    steps_without_targets: int = 0
+    """Steps so far whose rows had nothing to predict."""
+    without_targets_in_a_row: int = 0
+    """How many of them end at the last step."""
     evaluation_due: bool = False
     """Whether the run stopped before the evaluation of its last step was finished."""
     corpus: list[int] = field(default_factory=list)
@@ -42,6 +46,8 @@ class Progress:
             "since_log": self.since_log.sums.tolist(),
             "recent_losses": list(self.recent_losses),
             "bad_steps": self.bad_steps,
+            "steps_without_targets": self.steps_without_targets,
+            "without_targets_in_a_row": self.without_targets_in_a_row,
             "evaluation_due": self.evaluation_due,
             "corpus": list(self.corpus),
             "unlogged": [dict(record) for record in self.unlogged],
@@ -54,6 +60,8 @@ class Progress:
         progress.since_log.sums.add_(torch.tensor(values["since_log"], dtype=torch.float64, device=device))
         progress.recent_losses = list(values["recent_losses"])
         progress.bad_steps = values["bad_steps"]
+        progress.steps_without_targets = values.get("steps_without_targets", 0)
+        progress.without_targets_in_a_row = values.get("without_targets_in_a_row", 0)
         progress.evaluation_due = values["evaluation_due"]
         progress.corpus = list(values["corpus"])
         progress.unlogged = [dict(record) for record in values.get("unlogged", [])]

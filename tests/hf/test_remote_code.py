@@ -12,10 +12,12 @@ from transformers import AutoModel, GenerationConfig
 
 from megatron_dmtd.conversion.hf_directory import write_hf_directory
 from megatron_dmtd.cycle import rule
+from megatron_dmtd.data.corpora.tokenizer import load_tokenizer
 from megatron_dmtd.hf import DMTDQwen3ForCausalLM, DMTDQwen3Model
 from megatron_dmtd.hf.remote_code import AUTO_MAP, code_files
 from megatron_dmtd.weights.specs import spec_of
 from tests.hf.tiny import each_variant, random_ids, tiny_model
+from tests.support.tokenizers import chat_tokenizer
 
 LOAD_ELSEWHERE = """
 import sys, torch
@@ -44,14 +46,14 @@ torch.save((logits, tokens), sys.argv[3])
 """
 
 
-def export(model: DMTDQwen3ForCausalLM, directory: Path) -> Path:
+def export(model: DMTDQwen3ForCausalLM, directory: Path, *, tokenizer_dir: str | None = None) -> Path:
     weights = dict(model.state_dict())
     if model.config.tie_word_embeddings:
         del weights["lm_head.weight"]
     specs = {name: spec_of(weight) for name, weight in weights.items()}
     fields = {**model.config.to_dict(), "architectures": ["DMTDQwen3ForCausalLM"]}
     fields.pop("dtype")
-    write_hf_directory(directory, fields=fields, specs=specs, tensors=weights.items())
+    write_hf_directory(directory, fields=fields, specs=specs, tensors=weights.items(), tokenizer_dir=tokenizer_dir)
     return directory
 
 
@@ -71,6 +73,40 @@ def test_an_export_loads_in_an_interpreter_without_this_project(tmp_path):
     assert torch.equal(logits, model(ids).logits) and logits.std() > 1
     assert torch.equal(tokens, model.generate(ids, max_new_tokens=7, do_sample=False))
     assert set(code_files()) <= set(os.listdir(tmp_path / "again"))
+
+
+READ_ELSEWHERE = """
+import sys
+sys.modules["megatron_dmtd"] = None
+from transformers import AutoTokenizer
+print(AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False)("ab ab<|mask|>").input_ids)
+"""
+READ_HERE = """
+import sys
+from megatron_dmtd.data.corpora.tokenizer import load_tokenizer
+from megatron_dmtd.inference.text import load_tokenizer as load_for_inference
+import pathlib
+for tokenizer in (load_tokenizer(sys.argv[1]), load_for_inference(pathlib.Path(sys.argv[1]))):
+    print(tokenizer("ab ab<|mask|>").input_ids)
+"""
+
+
+@pytest.mark.parametrize(("program", "times"), [(READ_ELSEWHERE, 1), (READ_HERE, 2)], ids=["elsewhere", "here"])
+def test_the_tokenizer_of_an_export_needs_no_code_and_asks_nothing(tmp_path, program, times):
+    tokenizer = chat_tokenizer(tmp_path / "tokenizer", ["ab ab"], vocab_size=300)
+    model = tiny_model("causal-refresh", dtype=torch.float32, vocab_size=300)
+    directory = export(model, tmp_path / "export", tokenizer_dir=tokenizer)
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", program, str(directory)]
+    # Standard input stays open without an answer: whoever asks would wait.
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        process.wait(timeout=120)
+        output, errors = process.stdout.read(), process.stderr.read()
+    assert process.returncode == 0, errors
+    assert output == f"{load_tokenizer(tokenizer)('ab ab<|mask|>').input_ids}\n" * times
+    assert not (tmp_path / "home" / "modules").exists(), "code of the export was copied to be run"
 
 
 @each_variant

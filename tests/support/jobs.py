@@ -21,7 +21,7 @@ PHASES = {
     "a save": ("save_preprocess", "state_dict_utils.py"),
 }
 #: values that say how fast the machine was
-_CLOCK = ("step_time_s", "tokens_per_s", "memory_gib", "mfu")
+_CLOCK = ("time", "elapsed_s", "step_time_s", "tokens_per_s", "memory_gib", "mfu")
 
 
 def _is_in(function: str, file: str, thread: int) -> bool:

@@ -44,7 +44,9 @@ def tiny_config(variant: str = "bidirectional-refresh", **sections: dict[str, An
         parallel=ParallelConfig(timeout_s=120),
         data=DataConfig(seq_length=32, pad_token_id=PAD),
         optimizer=OptimizerConfig(lr=3e-3, min_lr=3e-4, warmup_steps=2),
-        training=TrainingConfig(steps=6, micro_batch_size=1, global_batch_size=4, eval_interval=0, eval_batches=2),
+        training=TrainingConfig(
+            steps=6, micro_batch_size=1, global_batch_size=4, eval_interval=0, eval_at_start=False, eval_batches=2
+        ),
         checkpoint=CheckpointConfig(),
         logging=LoggingConfig(interval=1, progress=False),
     )

@@ -1,14 +1,19 @@
 """The command's figures on a model of random weights, and its report."""
 
+import argparse
+import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_dmtd.data.batches.manifest import Manifest
+from megatron_dmtd.errors import ConfigError
 from megatron_dmtd.inference import Engine
 from tests.tools.text_model import save_text_model
-from tools.evaluate import agreement, loss_by_phase, main
+from tools.evaluate import agreement, check_tokenizers, loss_by_phase, main
 
 OPTIONS = ["--device", "cpu", "--prompt-length", "6", "--max-new-tokens", "9", "--max-length", "40", "--documents", "3"]
 
@@ -55,6 +60,60 @@ def write_token_file(prefix, documents) -> None:
     lengths = prefix.with_suffix(".lengths")
     np.array([len(document) for document in documents], np.int32).tofile(lengths)
     write_index(prefix.with_suffix(".idx"), lengths, dtype=np.uint16)
+
+
+def write_manifest(prefix, folder, **changes) -> None:
+    """As `tools/preprocess.py` would, for the tokenizer in `folder`."""
+    from megatron_dmtd.data.corpora.tokenizer import tokenizer_sha256
+
+    required = dict.fromkeys((item.name for item in dataclasses.fields(Manifest) if _is_required(item)), 0)
+    fields = required | {"dtype": "uint16", "source": "test", "split": "all", "heldout_fraction": 0.0}
+    Path(f"{prefix}.json").write_text(json.dumps(fields | {"tokenizer_sha256": tokenizer_sha256(folder)} | changes))
+
+
+def _is_required(item: dataclasses.Field) -> bool:
+    return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+
+
+def test_token_files_of_another_tokenizer_are_refused_before_any_work(folder, tmp_path, capsys):
+    write_token_file(tmp_path / "valid", [[*range(30)], [*range(60, 90)]])
+    arguments = [str(folder), "--data", str(tmp_path / "valid"), *OPTIONS]
+    write_manifest(tmp_path / "valid", folder, tokenizer_sha256="0" * 64)
+    assert main([*arguments, "--output", str(tmp_path / "report")]) == 2
+    refused = capsys.readouterr().err
+    assert f"found: {folder}/tokenizer.json with the sha256" in refused and f"made {tmp_path / 'valid'}: 0000000000" in refused
+    assert not (tmp_path / "report").exists()
+    write_manifest(tmp_path / "valid", folder)
+    assert main([*arguments, "--output", str(tmp_path / "report")]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_what_cannot_be_compared_is_said(folder, tmp_path, capsys):
+    write_token_file(tmp_path / "valid", [[*range(30)]])
+    options = argparse.Namespace(model=str(folder), data=str(tmp_path / "valid"), reference=None)
+    check_tokenizers(options)
+    assert capsys.readouterr().err.endswith(f"tokenizer: {tmp_path / 'valid'} has no manifest\n")
+    write_manifest(tmp_path / "valid", folder)
+    check_tokenizers(options)
+    assert capsys.readouterr().err == ""
+    (tmp_path / "model").mkdir()
+    check_tokenizers(argparse.Namespace(model=str(tmp_path / "model"), data=str(tmp_path / "valid"), reference=None))
+    assert capsys.readouterr().err.endswith("model has no tokenizer.json\n")
+
+
+def test_a_reference_has_the_models_tokenizer(folder, tmp_path, capsys):
+    other = tmp_path / "other"
+    other.mkdir()
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))  # written differently
+    options = argparse.Namespace(model=str(folder), data=None, reference=str(other))
+    check_tokenizers(options)
+    assert capsys.readouterr().err == ""
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match="describes another tokenizer than"):
+        check_tokenizers(options)
 
 
 def test_loss_by_phase_is_that_of_the_training_forward(folder):

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_dmtd.config import LoggingConfig
 from megatron_dmtd.errors import ConfigError
-from megatron_dmtd.training.log import RunLog, read_metrics
+from megatron_dmtd.training.log import NOT_RESUMED, RunLog, read_metrics
 from tests.support.disks import small_disk
 
 
@@ -22,11 +22,38 @@ def steps_in(path):
     return [record["step"] for record in read_metrics(path)]
 
 
-def test_each_log_is_one_json_line(tmp_path):
+def test_each_log_is_one_json_line_with_its_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.time", lambda: 1e9 + 0.25)
     run_steps(tmp_path, [1, 2])
-    assert (
-        tmp_path / "metrics.jsonl"
-    ).read_text() == '{"step": 1, "loss": 0.5, "lr": 0.0001}\n{"step": 2, "loss": 1.0, "lr": 0.0001}\n'
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert lines[1].startswith('{"step": 2, "time": 1000000000.25, "elapsed_s": ')
+    records = [json.loads(line) for line in lines]
+    assert 0 <= records[0].pop("elapsed_s") <= records[1].pop("elapsed_s") < 60
+    assert records == [{"step": step, "time": 1e9 + 0.25, "loss": step / 2, "lr": 1e-4} for step in (1, 2)]
+
+
+def test_elapsed_seconds_go_on_over_attempts_without_the_time_between_them_and_without_lost_steps(tmp_path, monkeypatch):
+    clock = iter([100.0, 101.0, 103.0, 900.0, 901.0, 2000.0, 2004.0])
+    monkeypatch.setattr("megatron_dmtd.training.log.time.monotonic", lambda: next(clock))
+    run_steps(tmp_path, [1, 2])
+    run_steps(tmp_path, [2], resumed_step=1)
+    run_steps(tmp_path, [3], resumed_step=2)
+    assert [record["elapsed_s"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1.0, 2.0, 6.0]
+
+
+def test_lines_of_before_they_had_times_can_be_followed(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
+    run_steps(tmp_path, [2], resumed_step=1)
+    assert 0 <= read_metrics(tmp_path / "metrics.jsonl")[1]["elapsed_s"] < 60
+
+
+def test_a_new_run_puts_even_the_baseline_of_an_old_one_aside(tmp_path):
+    run_steps(tmp_path, [0, 1])
+    run_steps(tmp_path, [1], resumed_step=0)
+    assert steps_in(tmp_path / "metrics.jsonl") == [0, 1]
+    run_steps(tmp_path, [0], resumed_step=NOT_RESUMED)
+    assert steps_in(tmp_path / "metrics.jsonl") == [0]
+    assert steps_in(tmp_path / "metrics.superseded.jsonl") == [1, 0, 1]
 
 
 def test_a_line_is_on_disk_before_the_next_step(tmp_path):
@@ -68,8 +95,8 @@ def test_a_sound_log_is_not_written_anew(tmp_path):
 
 
 def test_a_full_disk_takes_no_half_line_and_the_next_attempt_makes_up_for_it_once(tmp_path):
-    with small_disk(tmp_path / "small", "size=8k") as folder:
-        (folder / "other").write_bytes(bytes(4096))
+    with small_disk(tmp_path / "small", "size=16k") as folder:
+        (folder / "other").write_bytes(bytes(12288))
         config = LoggingConfig(dir=str(folder), progress=False)
         with RunLog(config, is_writer=True, total_steps=200) as log:
             for step in range(1, 151):
@@ -119,7 +146,7 @@ def test_nan_stays_valid_json_and_survives_a_resume(tmp_path):
     run_steps(tmp_path, [2], resumed_step=1)
     first = (tmp_path / "metrics.jsonl").read_text().splitlines()[0]
     record = json.loads(first, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert record == {"step": 1, "loss": "nan", "grad_norm": "-inf"}
+    assert {name: record[name] for name in ("step", "loss", "grad_norm")} == {"step": 1, "loss": "nan", "grad_norm": "-inf"}
     assert math.isnan(float(record["loss"]))
 
 

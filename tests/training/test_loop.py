@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from megatron_dmtd.config import Config
 from megatron_dmtd.errors import CheckpointError, ConfigError
 from megatron_dmtd.training.checkpoints import paths
+from megatron_dmtd.training.log import METRICS_FILE, read_metrics
 from tests.support.checkpoints import assert_same_checkpoint, common_of
 from tests.support.disks import small_disk
 from tests.support.jobs import PHASES, lines_of, run_job
@@ -26,7 +28,8 @@ pytestmark = pytest.mark.multiprocess
 
 
 def _config(corpus: tuple[str, str], folder: Path, **sections: Any) -> Config:
-    config = tiny_config(training={"steps": 6, "eval_interval": 2, "eval_batches": 0}, logging={"interval": 3, "progress": False})
+    training = {"steps": 6, "eval_interval": 2, "eval_batches": 0, "eval_at_start": True}
+    config = tiny_config(training=training, logging={"interval": 3, "progress": False})
     config = with_settings(
         config,
         data={"train": (corpus[0],), "valid": (corpus[0],)},
@@ -48,10 +51,23 @@ def whole(corpus: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def _assert_same_run(config: Config, whole: Config) -> None:
+    """In every bit of the last checkpoint and, but for a baseline that was not asked for, in every line."""
     name = paths.step_directory_name(6)
     assert_same_checkpoint(Path(config.checkpoint.dir) / name, Path(whole.checkpoint.dir) / name)
-    assert lines_of(config) == lines_of(whole)
-    assert [line["step"] for line in lines_of(whole)] == [2, 3, 4, 6, 6]
+    baseline, *others = lines_of(whole)
+    assert lines_of(config) == [baseline] * config.training.eval_at_start + others
+    assert "eval_loss" in baseline and [line["step"] for line in lines_of(whole)] == [0, 2, 3, 4, 6, 6]
+    assert all(line["tokens_seen"] == line["step"] * 4 * 32 for line in lines_of(whole))
+    assert all(line["epoch"] == pytest.approx(line["step"] * 4 / _rows_per_epoch(whole), rel=1e-12) for line in lines_of(whole))
+    records = read_metrics(Path(config.logging.dir) / METRICS_FILE)
+    for name in ("time", "elapsed_s"):
+        assert [record[name] for record in records] == sorted(record[name] for record in records)
+    assert time.time() - 3600 < records[0]["time"] <= records[-1]["time"] <= time.time()
+
+
+def _rows_per_epoch(config: Config) -> int:
+    rows: int = common_of(Path(config.checkpoint.dir) / paths.step_directory_name(6))["progress"]["corpus"][0]
+    return rows
 
 
 _DEFAULT = [("a step", (0, 1), signal.SIGTERM), ("evaluation", (1,), signal.SIGTERM), ("a save", (0,), signal.SIGUSR1)]
@@ -77,7 +93,7 @@ def test_a_signal_in_any_phase_on_any_rank_saves_once_and_the_run_goes_on_bitwis
     if phase != "a save":
         assert paths.step_directories(root) == [saved]
     was_evaluated = any("eval_loss" in line for line in lines_of(config) if line["step"] == step)
-    assert common_of(saved)["progress"]["evaluation_due"] == (step in (2, 4) and not was_evaluated)
+    assert common_of(saved)["progress"]["evaluation_due"] == (step in (0, 2, 4) and not was_evaluated)
     assert phase != "evaluation" or not was_evaluated, "the evaluation ended before the signal could cut it short"
     assert [ended for ended, _, _ in run_ranks(2, run_job, config)] == ["done"] * 2
     _assert_same_run(config, whole[2])
@@ -86,7 +102,7 @@ def test_a_signal_in_any_phase_on_any_rank_saves_once_and_the_run_goes_on_bitwis
 def test_an_evaluation_that_was_caught_up_with_is_logged_once_though_the_run_dies_before_its_next_save(
     corpus: tuple[str, str], tmp_path: Path, whole: dict[int, Config]
 ) -> None:
-    config = _config(corpus, tmp_path)
+    config = _config(corpus, tmp_path, training={"eval_at_start": False})
     ((_, sent, _),) = run_ranks(1, run_job, config, "evaluation", (0,))
     assert sent == ["evaluation"]
     saved = Path(config.checkpoint.dir) / paths.step_directory_name(2)
@@ -163,7 +179,7 @@ def test_a_full_disk_under_the_log_stops_the_run_after_a_save_and_no_line_is_los
         config = _config(corpus, tmp_path, logging={"dir": str(folder)})
         with pytest.raises(AssertionError, match=r"the log cannot be written: metrics.jsonl: No space left on device") as caught:
             run_ranks(2, run_job, config)
-        saved = Path(config.checkpoint.dir) / paths.step_directory_name(2)
+        saved = Path(config.checkpoint.dir) / paths.step_directory_name(0)
         assert f"saved {saved}; 1 lines wait in the checkpoint" in str(caught.value)
         assert paths.latest_directory(Path(config.checkpoint.dir)) == saved
         (folder / "other").unlink()

@@ -120,6 +120,8 @@ def metric_items(log: Path) -> Items:
     found: Items = {}
     for line in (log / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
+        if record["step"] == 0:
+            continue  # the baseline, which older trees do not measure
         for name, value in record.items():
             if _KEPT_METRIC.fullmatch(name):
                 found[f"step-{record['step']:02}/{name}"] = number(float(value))

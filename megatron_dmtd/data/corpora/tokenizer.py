@@ -53,13 +53,26 @@ def _tokenizer_file(directory: str | Path) -> Path:
     return file
 
 
+def _register_own_model(directory: Path) -> None:
+    """transformers loads a model's configuration before its tokenizer, and warns about those that it does not know."""
+    file = directory / "config.json"
+    if not file.is_file():
+        return
+    from megatron_dmtd.families.dmtd import DMTD
+
+    if f'"{DMTD.model_type}"' in file.read_text(encoding="utf-8", errors="replace"):
+        import megatron_dmtd.hf  # noqa: F401 - seconds of import
+
+
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
     """The tokenizer saved in `directory`. Raises `DataError` if there is none, or it has no EOS."""
     file = _tokenizer_file(directory)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # seconds of import
 
+    _register_own_model(Path(directory))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        # False: a tokenizer is data. Left open, transformers 5 asks at a terminal about code of the model beside it.
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exception for a damaged file
         raise DataError(found=f"{file}: {error}", required=_REQUIRED, remedy="make or copy the folder again") from error
     if tokenizer.eos_token_id is None:

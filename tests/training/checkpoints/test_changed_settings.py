@@ -217,6 +217,7 @@ SAME_BITS: dict[str, dict[str, dict[str, Any]]] = {
     "data.prefetch_batches": {"data": {"prefetch_batches": 0}},
     "training.seed": {"training": {"seed": 7}},
     "training.eval_interval": {"training": {"eval_interval": 3}},
+    "training.eval_at_start": {"training": {"eval_at_start": True}},
     "training.eval_batches": {"training": {"eval_batches": 1}},
     "training.max_bad_steps": {"training": {"max_bad_steps": 3}},
     "training.watchdog_s": {"training": {"watchdog_s": 60.0}},
