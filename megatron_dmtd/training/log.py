@@ -1,10 +1,10 @@
 """What a run writes while it trains: console lines, `metrics.jsonl`, wandb and a progress bar.
 
 Names of values carry their units: `loss` and `loss_phase_<i>` (nats per target), `lr`, `grad_norm`, `tokens_per_s`,
-`step_time_s`, `memory_gib`, `mfu` (0 to 1). Every line has its `step`, the `time` at which it was written (seconds since 1970, UTC)
-and `elapsed_s` (seconds that the run has worked up to then, over all its attempts, without the time between them and without steps
-that a resume lost). Of the run, this module measures nothing; and it knows nothing of ranks: the caller makes one `RunLog`, with
-`is_writer` true on one rank only.
+`step_time_s`, `memory_gib`, `mfu` (0 to 1). Every line has its `step`, the `time` at which it was written (seconds since 1970,
+UTC) and `elapsed_s` (seconds that the run has worked up to then, over all its attempts, without the time between them and without
+steps that a resume lost). Of the run, this module measures nothing; and it knows nothing of ranks: the caller makes one `RunLog`,
+with `is_writer` true on one rank only.
 
 Layout of `logging.dir`: `metrics.jsonl` (one object per `log`, in order of steps, no step twice), `metrics.superseded.jsonl`
 (lines of steps that were trained again after a resume), `wandb_run_id`, and wandb's own `wandb/`.

@@ -54,7 +54,7 @@ def _tokenizer_file(directory: str | Path) -> Path:
 
 
 def _register_own_model(directory: Path) -> None:
-    """transformers loads a model's configuration before its tokenizer, and warns about those that it does not know."""
+    """A model's configuration is loaded before its tokenizer, with a warning about those that transformers does not know."""
     file = directory / "config.json"
     if not file.is_file():
         return
