@@ -44,18 +44,8 @@ CUDA_FILES = {"attention/te.py", "inference/graphs.py"}
 MOST_LINES = 550
 #: modules of more lines than this, unless they only gather names, have a test file at their mirror path
 UNTESTED_LINES = 40
-#: modules that still have none. Nothing is added here; who writes a test takes its line out.
-STILL_WITHOUT_TESTS = {
-    "inference/completion.py",
-    "inference/requests.py",
-    "inference/text.py",
-    "serving/answers.py",
-    "serving/metrics.py",
-    "serving/requests.py",
-    "serving/worker.py",
-}
-#: of the test files, how many stand at the mirror path of what they test; the others test the system as a whole
-MIRRORED_SHARE = 0.87
+#: one test file in so many, at most, tests the system as a whole, and so has no mirror path
+OTHER_TESTS = 10
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
@@ -237,12 +227,11 @@ def test_the_mirror_is_read_as_it_is_meant():
 
 def test_most_test_files_stand_at_the_mirror_path_of_what_they_test():
     away = sorted(str(path.relative_to(ROOT)) for path in TESTS if subject_of(path) is None)
-    assert len(away) <= (1 - MIRRORED_SHARE) * len(TESTS), away
+    assert OTHER_TESTS * len(away) <= len(TESTS), away
 
 
 def test_every_module_of_some_length_has_a_test_file_at_its_mirror_path():
     tested = {subject_of(path) for path in TESTS}
     defining = {path for path in FILES if any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in tree_of(path).body)}
     long = {path for path in defining if len(path.read_text().splitlines()) > UNTESTED_LINES}
-    assert {name_of(path) for path in long - tested} <= STILL_WITHOUT_TESTS
-    assert not [name for name in STILL_WITHOUT_TESTS if not (PACKAGE / name).is_file()], "these are no modules any more"
+    assert long and not sorted(name_of(path) for path in long - tested)
