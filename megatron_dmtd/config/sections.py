@@ -276,8 +276,8 @@ class LoggingConfig:
     peak_tflops: float = setting(0.0, NOT_NEGATIVE, resume=_MEASURES)
     """Peak TFLOP/s of one device, for MFU. 0: not known."""
     measure_peak: bool = setting(False, resume=_MEASURES)
-    """Measure the peak when the run starts, by products of large matrices in the compute type, on all ranks at once; only if
-    `peak_tflops` is 0. Without either, MFU is not reported."""
+    """Measure the peak in the compute type when the run starts, on all ranks at once: the better of multiply-adds alone and of
+    large products; only if `peak_tflops` is 0. Without either, MFU is not reported."""
     progress: bool = setting(True, resume=_HOW_IT_RUNS)
     """Progress bar on rank 0's terminal."""
     spike_deviations: float = setting(6.0, NOT_NEGATIVE, resume=_MEASURES)

@@ -7,8 +7,9 @@ Forms: Megatron's own GPTModel as an ordinary decoder (the baseline), this proje
 Hugging Face code of this repository with autograd. A step is a forward and a backward pass over one row; the optimizer, the same
 for all, is left out. Forms take turns in every round, so that drift of the machine meets all of them; figures are medians.
 
-Columns: tokens/s; ratio to GPTModel; the ratio that FLOPs alone would give (its limit) and the share of it that is reached; MFU
-against the matrix-product rate measured in this run.
+Columns: tokens/s; ratio to GPTModel; the ratio that FLOPs alone would give (its limit) and the share of it that is reached; the
+share of the machine's limit, max(bytes / bandwidth, FLOPs / peak), measured at the start (as `machine.py` does; the bytes are
+those of the weights, read twice, and of their gradients).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import statistics
 import sys
 import time
@@ -25,6 +27,9 @@ from typing import TYPE_CHECKING, Any
 # torch takes seconds, which help and refusals need not wait for
 if TYPE_CHECKING:
     import torch
+
+    from megatron_dmtd.architecture import Schedule
+    from megatron_dmtd.platform.machine import Machine
 
 SIZES = {
     "5M": {
@@ -69,20 +74,22 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--forms", nargs="+", choices=FORMS, default=FORMS, metavar="FORM", help=f"of {', '.join(FORMS)} (default: all)"
     )
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of weights and activations")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own number)")
     parser.add_argument("--json", default="", help="also write the figures to this file")
     return parser.parse_args()
 
 
-def config_of(size: str, variant: str, seq_length: int) -> Any:
+def config_of(size: str, variant: str, seq_length: int, precision: str = "fp32") -> Any:
     """A configuration of one form: parallel layers are seven of nine, as in the published models."""
-    from megatron_dmtd.config import Config, CycleConfig, DataConfig, ModelConfig
+    from megatron_dmtd.config import Config, CycleConfig, DataConfig, ModelConfig, TrainingConfig
 
     shape = SIZES[size]
     model = ModelConfig(**shape, max_position_embeddings=seq_length, rope_theta=1e4)  # type: ignore[arg-type]
     parallel_layers = round(shape["num_layers"] * 7 / 9)
     cycle = CycleConfig(variant=variant, num_parallel_layers=parallel_layers, mask_token_id=1)  # type: ignore[arg-type]
-    return Config(model=model, cycle=cycle, data=DataConfig(seq_length=seq_length, pad_token_id=0))
+    training = TrainingConfig(precision=precision)  # type: ignore[arg-type]
+    return Config(model=model, cycle=cycle, data=DataConfig(seq_length=seq_length, pad_token_id=0), training=training)
 
 
 def causal_attention() -> type[torch.nn.Module]:
@@ -128,12 +135,13 @@ def gpt_model(config: Any) -> torch.nn.Module:
     )
 
 
-def forms(names: Sequence[str], size: str, seq_length: int, platform: Any) -> dict[str, Callable[[], None]]:
+def forms(names: Sequence[str], size: str, seq_length: int, precision: str, platform: Any) -> dict[str, Callable[[], None]]:
     """One step of the baseline and of each form of `names`, by name."""
     import torch
 
     from megatron_dmtd.families import ModelDescription, write_fields
     from megatron_dmtd.hf import DMTDQwen3Config, DMTDQwen3ForCausalLM
+    from megatron_dmtd.models.transformer_config import DTYPES
     from megatron_dmtd.training.setup import build_models
 
     tokens = torch.randint(2, SIZES[size]["vocab_size"], (1, seq_length))
@@ -147,14 +155,18 @@ def forms(names: Sequence[str], size: str, seq_length: int, platform: Any) -> di
 
         steps[name] = step
 
-    add(BASELINE, gpt_model(config_of(size, "vanilla", seq_length)), lambda m: m(tokens, positions, None, labels=tokens))
+    add(
+        BASELINE,
+        gpt_model(config_of(size, "vanilla", seq_length, precision)),
+        lambda m: m(tokens, positions, None, labels=tokens),
+    )
     for variant in (variant for variant in VARIANTS if variant in names):
-        (model,) = build_models(config_of(size, variant, seq_length), platform)
+        (model,) = build_models(config_of(size, variant, seq_length, precision), platform)
         add(variant, model, lambda m: m(tokens, positions, tokens, document_lengths=((seq_length,),)))
     for variant in (variant for variant in VARIANTS if f"HF {variant}" in names):
         config = config_of(size, variant, seq_length)
         hf = DMTDQwen3ForCausalLM(DMTDQwen3Config(**write_fields(ModelDescription(model=config.model, cycle=config.cycle))))
-        add(f"HF {variant}", hf, lambda m: m(tokens, labels=tokens, use_cache=False).loss)
+        add(f"HF {variant}", hf.to(DTYPES[precision]), lambda m: m(tokens, labels=tokens, use_cache=False).loss)
     return steps
 
 
@@ -165,36 +177,30 @@ def seconds(step: Callable[[], None]) -> float:
     return time.perf_counter() - started
 
 
-def matmul_flops_per_s(rounds: int) -> float:
-    """Rate of a large fp32 matrix product, median."""
-    import torch
-
-    a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
-    torch.mm(a, b)
-    times = [seconds(lambda: torch.mm(a, b)) for _ in range(rounds)]
-    return 2 * 2048**3 / statistics.median(times)
-
-
-def measure(names: Sequence[str], size: str, seq_length: int, rounds: int, platform: Any) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace, seq_length: int, platform: Any, limits: Machine) -> list[dict[str, Any]]:
     """Figures of the forms at one length."""
+    from megatron_dmtd.architecture import decoder_tensors
     from megatron_dmtd.architecture.flops import training_flops
     from megatron_dmtd.config.decoder import schedule_of
+    from megatron_dmtd.models.transformer_config import DTYPES
 
-    steps = forms(names, size, seq_length, platform)
+    steps = forms(options.forms, options.size, seq_length, options.precision, platform)
     times: dict[str, list[float]] = {name: [] for name in steps}
-    rates = []
     for step in steps.values():
         step()
-    for _ in range(rounds):
-        rates.append(matmul_flops_per_s(3))
+    for _ in range(options.rounds):
         for name, step in steps.items():
             times[name].append(seconds(step))
-    baseline, peak = statistics.median(times[BASELINE]), statistics.median(rates)
+
+    def schedule(variant: str) -> Schedule:
+        config = config_of(options.size, variant, seq_length)
+        return schedule_of(config.model, config.cycle)
 
     def flops(variant: str) -> int:
-        config = config_of(size, variant, seq_length)
-        return training_flops(schedule_of(config.model, config.cycle), document_lengths=[seq_length])
+        return training_flops(schedule(variant), document_lengths=[seq_length])
 
+    dtype = DTYPES[options.precision]
+    weight_bytes = dtype.itemsize * sum(math.prod(one.shape) for one in decoder_tensors(schedule("vanilla").decoder).values())
     rows = []
     for name, samples in times.items():
         variant = "vanilla" if name == BASELINE else name.removeprefix("HF ")
@@ -205,18 +211,23 @@ def measure(names: Sequence[str], size: str, seq_length: int, rounds: int, platf
         rows.append(
             {
                 "form": name,
+                "precision": options.precision,
                 "seq_length": seq_length,
                 "tokens_per_s": seq_length / median,
                 "seconds": median,
                 "time_ratio_to_gpt": ratio,
                 "flops_ratio": limit,
                 "share_of_limit": limit / ratio,
-                "mfu": flops(variant) / median / peak,
+                "share_of_machine": limits.seconds(num_bytes=3 * weight_bytes, flops=flops(variant), dtype=dtype) / median,
                 "spread": (max(samples) - min(samples)) / median,
             }
         )
-    assert baseline > 0
     return rows
+
+
+def _in_words(limits: Machine) -> dict[str, Any]:
+    rates = {str(dtype).removeprefix("torch."): rate for dtype, rate in limits.flops_per_s.items()}
+    return {"bytes_per_s": limits.bytes_per_s, "flops_per_s": rates}
 
 
 def main() -> int:
@@ -227,26 +238,34 @@ def main() -> int:
     options.threads = options.threads or torch.get_num_threads()
     torch.set_num_threads(options.threads)
     from megatron_dmtd.config import Config
+    from megatron_dmtd.models.transformer_config import DTYPES
     from megatron_dmtd.parallel.groups import init_parallel, shut_down
-    from megatron_dmtd.platform import prepare_megatron
+    from megatron_dmtd.platform import machine, prepare_megatron
 
     platform = prepare_megatron()
     init_parallel(Config(), platform)
-    print(f"{options.size} parameters, {platform.describe()}, medians of {options.rounds} rounds", flush=True)
+    print(
+        f"{options.size} parameters, {options.precision}, {platform.describe()}, medians of {options.rounds} rounds", flush=True
+    )
+    dtype = DTYPES[options.precision]
+    limits = machine.measure(platform.device, dtypes=(dtype,))
+    print(f"limits: {limits.bytes_per_s / 1e9:.1f} GB/s, {limits.flops_per_s[dtype] / 1e9:.0f} GFLOP/s", flush=True)
     results = []
     for seq_length in options.seq_lengths:
-        rows = measure(options.forms, options.size, seq_length, options.rounds, platform)
+        rows = measure(options, seq_length, platform, limits)
         results += rows
         print(f"\n{seq_length} tokens", flush=True)
-        print(f"{'form':32}{'tokens/s':>10}{'time/GPT':>10}{'FLOPs/GPT':>11}{'of limit':>10}{'MFU':>8}{'spread':>8}")
+        print(f"{'form':32}{'tokens/s':>10}{'time/GPT':>10}{'FLOPs/GPT':>11}{'of limit':>10}{'of machine':>12}{'spread':>8}")
         for row in rows:
             print(
                 f"{row['form']:32}{row['tokens_per_s']:10,.0f}{row['time_ratio_to_gpt']:10.3f}{row['flops_ratio']:11.3f}"
-                f"{row['share_of_limit']:10.1%}{row['mfu']:8.1%}{row['spread']:8.0%}"
+                f"{row['share_of_limit']:10.1%}{row['share_of_machine']:12.1%}{row['spread']:8.0%}"
             )
     if options.json:
         with open(options.json, "w") as file:
-            json.dump({"size": options.size, "threads": options.threads, "rows": results}, file, indent=2)
+            json.dump(
+                {"size": options.size, "threads": options.threads, "limits": _in_words(limits), "rows": results}, file, indent=2
+            )
     shut_down()
     return 0
 

@@ -16,30 +16,18 @@ from megatron_dmtd.config import Config
 from megatron_dmtd.config.decoder import schedule_of
 from megatron_dmtd.models.transformer_config import DTYPES
 from megatron_dmtd.platform import Platform
+from megatron_dmtd.platform.machine import peak_flops_per_s
 from megatron_dmtd.training.flops import mfu
 from megatron_dmtd.training.state import RunState
 
-#: width of the square matrices whose product is timed, and number of repetitions; the best time counts
-_WIDTH = {"cpu": 1024, "cuda": 8192}
-_ROUNDS = 10
-
 
 def measure_peak_tflops(platform: Platform, dtype: torch.dtype) -> float:
-    """TFLOP/s of a large matrix product on one rank, mean over all ranks, which work at the same time. Collective."""
-    width = _WIDTH[platform.device.type]
-    left, right = (torch.ones(width, width, dtype=dtype, device=platform.device) for _ in range(2))
+    """TFLOP/s that a rank could reach (`platform.machine`), mean over all ranks, which measure at the same time. Collective."""
     torch.distributed.barrier()
-    seconds = min(_product_s(left, right, platform) for _ in range(_ROUNDS))
-    rate = torch.tensor([2 * width**3 / seconds / 1e12], dtype=torch.float64, device=platform.device)
+    peak = peak_flops_per_s(platform.device, dtype) / 1e12
+    rate = torch.tensor([peak], dtype=torch.float64, device=platform.device)
     torch.distributed.all_reduce(rate)
     return float(rate) / torch.distributed.get_world_size()
-
-
-def _product_s(left: torch.Tensor, right: torch.Tensor, platform: Platform) -> float:
-    started = time.perf_counter()
-    torch.mm(left, right)
-    platform.synchronize()
-    return time.perf_counter() - started
 
 
 def peak_tflops(config: Config, platform: Platform) -> float:

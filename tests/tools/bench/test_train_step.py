@@ -27,4 +27,5 @@ def test_forms_are_measured_against_the_baseline_and_their_limits(tmp_path):
     for row in rows.values():
         assert row["tokens_per_s"] == pytest.approx(64 / row["seconds"])
         assert row["share_of_limit"] == pytest.approx(row["flops_ratio"] / row["time_ratio_to_gpt"])
+        assert 0 < row["share_of_machine"] < 1
         assert all(form in done.stdout for form in rows)
