@@ -157,7 +157,7 @@ def forms(names: Sequence[str], size: str, seq_length: int, precision: str, plat
 
     add(
         BASELINE,
-        gpt_model(config_of(size, "vanilla", seq_length, precision)),
+        gpt_model(config_of(size, "vanilla", seq_length, precision)).to(DTYPES[precision]),
         lambda m: m(tokens, positions, None, labels=tokens),
     )
     for variant in (variant for variant in VARIANTS if variant in names):
