@@ -68,7 +68,8 @@ class Manifest:
     first_source: int = 0
     """Number of the first of `sources` among all inputs, from 0."""
     sources: list[dict[str, Any]] = field(default_factory=list)
-    """Each input that was read: its `name`, `num_bytes` and `sha256`, as `sha256sum` gives it for a file."""
+    """Each input that was read: its `name`, `num_bytes` and `sha256`, as `sha256sum` gives it for a file. A `remark`
+    says which bytes after the end of its compressed streams were left out."""
 
 
 def manifest_path(prefix: str) -> Path:

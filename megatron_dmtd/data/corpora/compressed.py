@@ -1,13 +1,16 @@
-"""Byte streams of plain, .gz and .zst files, which detect damage and know the checksum of the file on disk.
+"""Byte streams of plain, .gz, .bz2, .xz and .zst files, which detect damage and know the checksum of the file on disk.
 
 The only module that uses `zstandard`, which is imported when a .zst file is opened.
 """
 
 from __future__ import annotations
 
+import bz2
 import hashlib
+import lzma
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,24 @@ from megatron_dmtd.errors import CapabilityError
 
 #: bytes read at once; few, because a compressed megabyte can expand to a thousand
 _READ_BYTES = 1 << 18
+#: the largest window of the format, that of `zstd --long=31`; a decoder takes the memory that the file's own window needs
+_ZSTD_WINDOW = 1 << 31
 
 
 class DamagedFileError(Exception):
     """A compressed file that is truncated or corrupt. What came before the damage is good."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Codec:
+    new_decoder: Callable[[], Any]
+    """Makes an object with `decompress`, `eof` and `unused_data`, for one compressed stream."""
+    error: type[Exception]
+    """What it raises at damage."""
+    magic: bytes
+    """What every stream begins with."""
+    ends_at_garbage: bool
+    """Whether the format's own tool takes what follows a stream and is none for the end of the file."""
 
 
 class ByteStream:
@@ -32,6 +49,8 @@ class ByteStream:
         self._digest = hashlib.sha256()
         self.bytes_read = 0
         """Bytes of the file on disk that were read so far."""
+        self.remark = ""
+        """What was left out after the last compressed stream, as the format's own tool does; empty if nothing."""
 
     @property
     def sha256(self) -> str:
@@ -47,38 +66,83 @@ class ByteStream:
 
     def __iter__(self) -> Iterator[bytes]:
         """Chunks of the content. Raises `DamagedFileError` after the last good one, when the whole file has been read."""
-        return self._raw() if self._codec is None else self._decompressed(*self._codec)
+        return self._raw() if self._codec is None else self._decompressed(self._codec)
 
-    def _decompressed(self, new_decoder: Callable[[], Any], error_type: type[Exception]) -> Iterator[bytes]:
-        decoder, begun, damage = new_decoder(), False, ""
-        for chunk in self._raw():
-            # A file may be several compressed streams one after the other (`cat a.gz b.gz`, pigz, pzstd).
-            while chunk and not damage:
-                if decoder.eof:
-                    if not chunk.strip(b"\0"):  # tapes and some tools pad with zeros
+    def _decompressed(self, codec: _Codec) -> Iterator[bytes]:
+        """A file may be several compressed streams one after the other (`cat a.gz b.gz`, pigz, pzstd), padded with zeros."""
+        decoder, begun, rest, damage = None, False, b"", ""
+        raw = self._raw()
+        for chunk in raw:
+            rest += chunk
+            while rest and not damage:
+                if decoder is None:
+                    rest = rest.lstrip(b"\0") if begun else rest
+                    if begun and len(rest) < len(codec.magic):
                         break
-                    decoder = new_decoder()
-                begun = True
+                    if begun and codec.ends_at_garbage and not rest.startswith(codec.magic):
+                        self._leave_out(len(rest), raw)
+                        return
+                    decoder, begun = codec.new_decoder(), True
                 try:
-                    content = decoder.decompress(chunk)
-                except error_type as error:
+                    content = decoder.decompress(rest)
+                except codec.error as error:
                     damage = f"damaged: {error}"
                     break
                 if content:
                     yield content
-                chunk = decoder.unused_data if decoder.eof else b""
-        if not damage and begun and not decoder.eof:
+                rest = decoder.unused_data if decoder.eof else b""
+                decoder = None if decoder.eof else decoder
+            if damage:
+                break
+        for _ in raw:  # for the digest
+            pass
+        if not damage and decoder is not None:
             damage = "truncated: the compressed stream has no end"
-        if damage:
-            raise DamagedFileError(damage)
+        if not damage and rest and codec.magic.startswith(rest):
+            damage = "truncated: the last compressed stream has no more than a beginning"
+        if not damage and rest and codec.ends_at_garbage:
+            self._leave_out(len(rest), raw)
+        elif damage or rest:
+            raise DamagedFileError(damage or f"damaged: {len(rest)} bytes after the end of the compressed stream")
+
+    def _leave_out(self, num_bytes: int, raw: Iterator[bytes]) -> None:
+        num_bytes += sum(map(len, raw))
+        self.remark = f"{num_bytes} bytes after the end of the compressed stream left out"
 
 
-def _codec(suffix: str) -> tuple[Callable[[], Any], type[Exception]] | None:
-    """A decoder's constructor and what it raises; None for a plain file."""
-    if suffix == ".gz":
-        return lambda: zlib.decompressobj(wbits=zlib.MAX_WBITS | 16), zlib.error
-    if suffix != ".zst":
-        return None
+def _codec(suffix: str) -> _Codec | None:
+    """How a file of this name is decompressed; None for a plain file."""
+    if suffix == ".zst":
+        return _zstandard()
+    return _CODECS.get(suffix)
+
+
+_CODECS = {
+    ".gz": _Codec(
+        new_decoder=lambda: zlib.decompressobj(wbits=zlib.MAX_WBITS | 16),
+        error=zlib.error,
+        magic=b"\x1f\x8b",
+        ends_at_garbage=True,
+    ),
+    ".bz2": _Codec(new_decoder=bz2.BZ2Decompressor, error=OSError, magic=b"BZh", ends_at_garbage=True),
+    ".xz": _Codec(
+        new_decoder=lambda: lzma.LZMADecompressor(format=lzma.FORMAT_XZ),
+        error=lzma.LZMAError,
+        magic=b"\xfd7zXZ\0",
+        ends_at_garbage=False,
+    ),
+}
+#: suffixes of the formats that are read
+COMPRESSIONS = (*_CODECS, ".zst")
+#: what compressed and columnar files begin with, by the suffix that they should have
+SIGNATURES = {
+    **{suffix: codec.magic for suffix, codec in _CODECS.items()},
+    ".zst": b"\x28\xb5\x2f\xfd",
+    ".parquet": b"PAR1",
+}
+
+
+def _zstandard() -> _Codec:
     try:
         import zstandard
     except ImportError as error:
@@ -87,4 +151,9 @@ def _codec(suffix: str) -> tuple[Callable[[], Any], type[Exception]] | None:
             required="zstandard",
             remedy="pip install zstandard, or unpack the file",
         ) from error
-    return lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError
+    return _Codec(
+        new_decoder=lambda: zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj(),
+        error=zstandard.ZstdError,
+        magic=SIGNATURES[".zst"],
+        ends_at_garbage=False,
+    )

@@ -83,7 +83,7 @@ class RecordKeys:
     def parse(self, line: bytes, *, name: str, where: str) -> Document | BadDocument:
         """The document of one line of a .jsonl file."""
         try:
-            text = line.decode("utf-8")
+            text = line.decode("utf-8-sig")  # a file that was joined from several may have byte order marks at any line
         except UnicodeDecodeError as error:
             return BadDocument(name=name, kind="not UTF-8", found=f"{where}: {error}", required="UTF-8")
         try:

@@ -60,6 +60,11 @@ class Input(Protocol):
         """Checksum of the content, once all blocks have been read."""
         ...
 
+    @property
+    def remark(self) -> str:
+        """What a user should know of it, once all blocks have been read; empty if nothing."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntriesBlock:

@@ -151,7 +151,7 @@ def preprocess(inputs: Sequence[Input], options: PreprocessOptions, *, say: Call
                 heldout_fraction=options.heldout_fraction,
                 dtype=dtype,
             )
-            _write(_Blocks(shard, options, output.state), output, job, options, reference)
+            _write(_Blocks(shard, options, output.state, say), output, job, options, reference)
             _check_counts(output)
             manifests = {split: _manifest(split, inputs, shard, output, job, options) for split in output.outputs}
             output.finish({split: dump_manifest(manifest) for split, manifest in manifests.items()})
@@ -244,8 +244,8 @@ def _choose(
 class _Blocks:
     """The blocks of this shard that are not done yet."""
 
-    def __init__(self, shard: Shard, options: PreprocessOptions, state: RunState) -> None:
-        self._shard, self._options, self._state = shard, options, state
+    def __init__(self, shard: Shard, options: PreprocessOptions, state: RunState, say: Callable[[str], None]) -> None:
+        self._shard, self._options, self._state, self._say = shard, options, state, say
         self._ends: deque[tuple[int, int]] = deque()
 
     @property
@@ -273,7 +273,11 @@ class _Blocks:
     def _record_sources(self, *, until: int) -> None:
         """Keep the checksums of the inputs that were read to their ends."""
         for one in self._shard.inputs[len(self._state.sources) : until]:
-            self._state.sources.append({"name": one.name, "num_bytes": one.num_bytes, "sha256": one.sha256})
+            source = {"name": one.name, "num_bytes": one.num_bytes, "sha256": one.sha256}
+            if one.remark:
+                self._say(f"{one.name}: {one.remark}")
+                source["remark"] = one.remark
+            self._state.sources.append(source)
 
 
 def _write(blocks: _Blocks, output: PartialOutput, job: EncodingJob, options: PreprocessOptions, reference: TextEncoder) -> None:

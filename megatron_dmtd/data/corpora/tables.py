@@ -50,6 +50,8 @@ def _weight(value: Any) -> int:
 class ParquetInput:
     """A parquet file. It is decoded in this process and tokenised in others, a few rows at a time."""
 
+    remark = ""
+
     def __init__(self, path: Path, keys: RecordKeys) -> None:
         import pyarrow.parquet
 
@@ -127,6 +129,8 @@ class DatasetInput:
     Written `NAME?split=train&streaming=1`, with any of the options name, split, streaming, data_files, data_dir and revision of
     `datasets.load_dataset`. A streamed data set is not downloaded whole; both kinds are read a few records at a time.
     """
+
+    remark = ""
 
     def __init__(self, name: str, keys: RecordKeys) -> None:
         path, _, query = name.partition("?")

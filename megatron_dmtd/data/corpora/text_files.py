@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dmtd.data.corpora.compressed import ByteStream, DamagedFileError
+from megatron_dmtd.data.corpora.compressed import COMPRESSIONS, ByteStream, DamagedFileError
 from megatron_dmtd.data.corpora.documents import BadDocument, RecordKeys, text_document
+from megatron_dmtd.data.corpora.formats import UTF8_MARK, format_of, other_encoding
 from megatron_dmtd.data.corpora.inputs import BLOCK_DOCUMENTS, Block, EntriesBlock, Entry, file_identity
 from megatron_dmtd.errors import DataError
 from megatron_dmtd.infra.digests import sha256_of_text
@@ -66,13 +67,19 @@ class FilesBlock:
         return sum(len(content) for _, _, content in self.files)
 
     def entries(self) -> Iterator[Entry]:
-        """Decode each file, with its line ends untouched."""
+        """Decode each file, with its line ends untouched, but for a byte order mark. Raises `DataError` if one is compressed."""
         for name, path, content in self.files:
+            if suffix := format_of(content):
+                raise DataError(
+                    found=f"{path}, which holds the format of {suffix} files",
+                    required="a folder of text files",
+                    remedy="correct --pattern, or unpack the file",
+                )
             try:
-                text = content.decode("utf-8")
+                text = content.removeprefix(UTF8_MARK).decode("utf-8")
             except UnicodeDecodeError as error:
                 line = content.count(b"\n", 0, error.start) + 1
-                found = f"line {line} of {path}: {error}"
+                found = f"line {line} of {path}: {other_encoding(content) or error}"
                 yield BadDocument(name=name, kind="not UTF-8", found=found, required="text files in UTF-8")
             else:
                 yield text_document(text, name=name, where=path)
@@ -97,8 +104,16 @@ class LinesInput:
         """Digest of the file on disk, as `sha256sum` gives it."""
         return self._stream.sha256
 
+    @property
+    def remark(self) -> str:
+        """What was left out of the file, once it has been read; empty if nothing."""
+        return self._stream.remark
+
     def blocks(self, block_bytes: int) -> Iterator[Block]:
-        """Runs of whole lines. A truncated compressed file yields all its whole lines, then the damage."""
+        """Runs of whole lines. A truncated compressed file yields all its whole lines, then the damage.
+
+        Raises `DataError` if the damage leaves no line: a whole file is not one bad document.
+        """
         stream = self._stream = ByteStream(self._path, read_bytes=block_bytes)
         pending: list[bytes] = []
         size, offset, first_line, disk_bytes = 0, 0, 1, 0
@@ -127,17 +142,21 @@ class LinesInput:
             pending, size = [rest] if rest else [], len(rest)
         if damage:
             found = f"line {first_line} of {self._path}: {damage}"
+            if offset == 0:
+                raise DataError(found=found, required="a whole file", remedy="make or copy the file again")
             name = f"{self._path.name}:{first_line}"
             yield EntriesBlock(documents=(BadDocument(name=name, kind="damaged file", found=found, required="a whole file"),))
 
     def _block(self, lines: bytes, *, offset: int, first_line: int, disk_bytes: int) -> LinesBlock:
-        if self._path.suffix in (".gz", ".zst"):
+        if self._path.suffix in COMPRESSIONS:
             return LinesBlock(path=self._path, keys=self._keys, first_line=first_line, num_bytes=disk_bytes, data=lines)
         return LinesBlock(path=self._path, keys=self._keys, first_line=first_line, num_bytes=len(lines), offset=offset)
 
 
 class FolderInput:
     """Text files under one folder, one document each, named by their path from the folder."""
+
+    remark = ""
 
     def __init__(self, root: Path, paths: Sequence[Path], *, name: str, description: str) -> None:
         self.name = name

@@ -10,7 +10,7 @@ from megatron_dmtd.data.corpora.inputs import BLOCK_BYTES
 from megatron_dmtd.data.corpora.sources import open_inputs, open_source
 from megatron_dmtd.data.corpora.text_files import folder_input, stdlib_input
 from megatron_dmtd.errors import DataError
-from tests.data.corpora.texts import CONTENT, PACKERS, entries, write
+from tests.data.corpora.texts import COMPRESSED, CONTENT, PACKERS, entries, write
 
 
 @pytest.mark.parametrize("suffix", PACKERS)
@@ -25,17 +25,17 @@ def test_lines_have_the_same_names_and_texts_however_they_are_packed_and_cut(tmp
     assert sum(block.num_bytes for block in blocks) == one.num_bytes == path.stat().st_size
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("suffix", COMPRESSED)
 def test_several_compressed_streams_in_one_file_are_one_content(tmp_path, suffix):
     pack = PACKERS[suffix]
     path = tmp_path / f"a.jsonl{suffix}"
     half = CONTENT.index(b"\n", len(CONTENT) // 2) - 5
-    path.write_bytes(pack(CONTENT[:half]) + pack(CONTENT[half:]) + (bytes(100) if suffix == ".gz" else b""))
+    path.write_bytes(pack(CONTENT[:half]) + pack(CONTENT[half:]) + bytes(100))
     documents, _, _ = entries(path)
     assert len(documents) == 59 and all(isinstance(document, Document) for document in documents)
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("suffix", COMPRESSED)
 @pytest.mark.parametrize("block_bytes", [64, BLOCK_BYTES])
 def test_a_truncated_file_yields_its_whole_lines_and_then_the_damage_by_line(tmp_path, suffix, block_bytes):
     import random
@@ -55,12 +55,28 @@ def test_a_truncated_file_yields_its_whole_lines_and_then_the_damage_by_line(tmp
     assert len(list(source)) == len(documents) and source.skipped == [bad]
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_file_that_is_not_what_its_name_says_is_damaged(tmp_path, suffix):
-    path = tmp_path / f"a.jsonl{suffix}"
-    path.write_bytes(CONTENT)
-    (bad,), _, _ = entries(path)
-    assert bad.kind == "damaged file" and "line 1 of" in bad.found
+@pytest.mark.parametrize("suffix", COMPRESSED)
+def test_a_file_whose_damage_leaves_no_line_is_refused_and_never_one_bad_document(tmp_path, suffix):
+    path = write(tmp_path, CONTENT, suffix)
+    path.write_bytes(path.read_bytes()[:12])
+    with pytest.raises(DataError, match=r"line 1 of .*(damaged|truncated)"):
+        list(open_source([str(path)], skip_bad=True))
+
+
+def test_byte_order_marks_are_no_text_wherever_files_were_joined(tmp_path, folder):
+    mark = b"\xef\xbb\xbf"
+    path = write(tmp_path, mark + b'{"text": "one"}\r\n' + mark + b'{"text": "two"}')
+    assert [document.text for document in entries(path)[0]] == ["one", "two"]
+    (folder / "b.txt").write_bytes(mark + b"one")
+    (folder / "latin.txt").write_bytes("zwei".encode("utf-16"))
+    first, bad, _ = [entry for block in folder_input(folder, patterns=["**/*.txt"]).blocks(1) for entry in block.entries()]
+    assert first.text == "one" and bad.found == f"line 1 of {folder / 'latin.txt'}: UTF-16"
+
+
+def test_a_compressed_file_in_a_folder_of_texts_is_refused(folder):
+    (folder / "b.txt").write_bytes(PACKERS[".gz"](b"one"))
+    with pytest.raises(DataError, match=r"b\.txt, which holds the format of \.gz files"):
+        list(open_source([str(folder)], skip_bad=True))
 
 
 def test_a_bad_line_between_good_ones_keeps_its_place(tmp_path):

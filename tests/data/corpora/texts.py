@@ -1,7 +1,9 @@
 """Files of lines, plain and compressed, and the documents that an input holds."""
 
+import bz2
 import gzip
 import json
+import lzma
 import pickle
 
 from megatron_dmtd.data.corpora.inputs import BLOCK_BYTES
@@ -17,7 +19,8 @@ def zstd(data):
     return zstandard.ZstdCompressor().compress(data)
 
 
-PACKERS = {"": bytes, ".gz": gzip.compress, ".zst": zstd}
+PACKERS = {"": bytes, ".gz": gzip.compress, ".bz2": lambda data: bz2.compress(data, 1), ".xz": lzma.compress, ".zst": zstd}
+COMPRESSED = [suffix for suffix in PACKERS if suffix]
 
 
 def write(tmp_path, data, suffix="", name="a.jsonl"):
