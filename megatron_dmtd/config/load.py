@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import jsonargparse
 import yaml
 
+from megatron_dmtd.config.files import check_file, line_of, named_files
 from megatron_dmtd.config.metadata import Setting, settings
 from megatron_dmtd.config.sections import Config
 from megatron_dmtd.errors import ConfigError
@@ -26,6 +28,11 @@ jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
 def _sections() -> dict[str, Any]:
     """The dataclass of each section, by name."""
     return {section.name: section.default_factory for section in dataclasses.fields(Config)}
+
+
+def _section_names() -> list[str]:
+    """The dotted name of each section, such as `optimizer` or `model.rope_scaling`."""
+    return sorted({key.rpartition(".")[0] for key in known_keys()})
 
 
 def known_keys() -> list[str]:
@@ -82,18 +89,49 @@ _UNKNOWN = (
 _NO_LIST = re.compile(r'Parser key "(?P<key>[\w.]+)":\s+Expected a <class \'tuple\'>\. Got value: (?P<value>[^\n\[\]]+)$')
 
 
-def _as_config_error(error: Exception) -> ConfigError:
+#: how it words a value of another type, and one that it cannot load
+_OTHER_TYPE = re.compile(
+    r'Parser key "(?P<key>[\w.]+)":\s+Expected a <class \'(?P<type>\w+)\'>\. Got value: (?P<value>.+)$', re.DOTALL
+)
+_NO_VALUE = re.compile(r'Parser key "(?P<key>[\w.]+)":')
+_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "tuple": "a list"}
+
+
+def _as_config_error(error: Exception, files: Sequence[str] = ()) -> ConfigError:
+    """A parse error in words, with the first of `files` that has it when parsed alone, and the line."""
     text = str(error).strip()
     for pattern in _UNKNOWN:
         if match := pattern.search(text):
             key = ".".join(part for part in (match.groupdict().get("group"), match["leaf"]) if part)
-            return ConfigError(found=f"unknown setting {key}", required="a known setting", remedy=_closest(key))
+            return ConfigError(
+                found=f"{_place(files, key)}unknown setting {key}", required="a known setting", remedy=_closest(key)
+            )
     if match := _NO_LIST.search(text):
         remedy = (
             f"write a list: --{match['key']} '[{match['value']}]', or {match['key'].split('.')[-1]}: [{match['value']}] in YAML"
         )
-        return ConfigError(found=f"{match['key']} = {match['value']}", required="a list", remedy=remedy)
-    return ConfigError(found=text, required="values of the types that --help shows", remedy="correct the setting named above")
+        found = f"{_place(files, match['key'])}{match['key']} = {match['value']}"
+        return ConfigError(found=found, required="a list", remedy=remedy)
+    if (match := _OTHER_TYPE.search(text)) and match["type"] in _TYPES:
+        found = f"{_place(files, match['key'])}{match['key']} = {match['value']}"
+        return ConfigError(found=found, required=_TYPES[match["type"]], remedy=f"correct {match['key']}")
+    key = match["key"] if (match := _NO_VALUE.search(text)) else ""
+    return ConfigError(
+        found=f"{_place(files, key)}{text}",
+        required="values of the types that --help shows",
+        remedy="correct the setting named above",
+    )
+
+
+def _place(files: Sequence[str], key: str) -> str:
+    """`a.yaml, line 3: ` if the first file that cannot be parsed by itself is a.yaml, and `key` stands there."""
+    for file in files:
+        try:
+            make_parser(description="").parse_args(["--config", file])
+        except (jsonargparse.ArgumentError, TypeError):
+            line = line_of(file, key)
+            return f"{file}: " if line is None else f"{file}, line {line}: "
+    return ""
 
 
 def to_config(namespace: Any) -> Config:
@@ -113,11 +151,15 @@ def _to_section(section: Any, values: dict[str, Any]) -> Any:
 
 
 def parse(parser: jsonargparse.ArgumentParser, arguments: Sequence[str] | None = None) -> Any:
-    """Parse `arguments`; raise `ConfigError` with the closest name for an unknown setting."""
+    """Parse `arguments`; raise `ConfigError` with file, line, and the closest name for an unknown setting."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    files = named_files(arguments)
+    for file in files:
+        check_file(file, sections=_section_names())
     try:
         return parser.parse_args(arguments)
     except (jsonargparse.ArgumentError, TypeError) as error:
-        raise _as_config_error(error) from error
+        raise _as_config_error(error, files) from error
 
 
 def load_config(arguments: Sequence[str]) -> Config:
@@ -144,6 +186,4 @@ def to_yaml(config: Config) -> str:
 
 def from_yaml(path: str | Path) -> Config:
     """A `Config` from a YAML file alone. Raises `ConfigError` if it is absent or holds unknown settings."""
-    if not Path(path).is_file():
-        raise ConfigError(found=f"no file {path}", required="a YAML file of settings", remedy="check the path")
     return load_config(["--config", str(path)])
