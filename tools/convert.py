@@ -221,6 +221,8 @@ def _compare(arguments: argparse.Namespace) -> int:
     comparison = compare(first, second, dtype=_dtype(arguments), ignore_cycles=arguments.any_method)
     lines = _names_only(comparison) if arguments.command == "verify" else _with_sizes(comparison)
     verdict = "the same model" if comparison.is_equal else "different"
+    if comparison.differs_in_method_only:
+        lines.append("only the method differs, as in an export with --vanilla: --any-method ignores it")
     print("\n".join((*lines, f"{verdict}: {comparison.num_equal} tensors equal bit for bit")))
     return 0 if comparison.is_equal else 1
 

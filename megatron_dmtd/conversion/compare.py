@@ -52,6 +52,12 @@ class Comparison:
         """Whether nothing differs."""
         return not (self.settings or self.structure or self.values)
 
+    @property
+    def differs_in_method_only(self) -> bool:
+        """Whether the method differs and nothing else."""
+        only_cycles = all(line.startswith("cycle.") for line in self.settings)
+        return bool(self.settings) and only_cycles and not (self.structure or self.values)
+
 
 def compare(first: Source, second: Source, *, dtype: torch.dtype | None = None, ignore_cycles: bool = False) -> Comparison:
     """Compare all settings that change what a model computes, and all tensors.
@@ -88,9 +94,14 @@ def _differing_fields(section: str, first: object, second: object, *, skip: tupl
 
 
 def _differing_cycles(first: CycleConfig, second: CycleConfig) -> list[str]:
-    if first.is_vanilla and second.is_vanilla:
-        return []  # its other fields have no meaning
+    if first.is_vanilla or second.is_vanilla:
+        # The other fields have no meaning in a vanilla model: it has no MASK that could be another.
+        return _differing_fields("cycle", _variant_only(first), _variant_only(second))
     return _differing_fields("cycle", first, second)
+
+
+def _variant_only(cycle: CycleConfig) -> CycleConfig:
+    return CycleConfig(variant=cycle.variant)
 
 
 def _value_differences(first: Source, second: Source, names: set[str], dtype: torch.dtype | None) -> list[ValueDifference]:

@@ -19,6 +19,8 @@ from megatron_dmtd.infra.files import TEMPORARY_NAME, flush, write_atomically
 from megatron_dmtd.weights.checkpoint_files import CONFIG_FILE, METADATA_FILE
 
 LATEST_FILE = "latest"
+#: where the recipes put the checkpoints of a run, below the folder of its logs
+_BELOW_A_RUN = "checkpoints"
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 #: directories that are being written or removed, and temporary files
 _LEFTOVER_NAMES = (re.compile(r"\.partial-.*"), REMOVED_NAME, TEMPORARY_NAME)
@@ -131,14 +133,17 @@ def _nearby(directory: Path) -> str:
 
 
 def find_step_directory(path: str | Path) -> Path:
-    """The checkpoint that `path` means: itself, or the newest of a run directory. Raises `CheckpointError` if there is none."""
+    """The checkpoint that `path` means: itself, or the newest of a run directory, or of the `checkpoints` below it.
+
+    Raises `CheckpointError` if there is none.
+    """
     directory = Path(path)
     if not directory.is_dir():
         raise CheckpointError(found=f"no directory {path}", required="a checkpoint or a run directory", remedy="check the path")
     if (directory / METADATA_FILE).is_file() or (directory / CONFIG_FILE).is_file():
         _require_complete(directory)
         return directory
-    latest = latest_directory(directory)
+    latest = latest_directory(directory) or latest_directory(directory / _BELOW_A_RUN)
     if latest is None:
         raise CheckpointError(
             found=f"{path} with neither {METADATA_FILE} nor {LATEST_FILE}",

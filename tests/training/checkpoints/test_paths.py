@@ -32,6 +32,16 @@ def test_a_path_means_itself_or_the_newest_of_a_run(tmp_path: Path) -> None:
     assert paths.step_directories(tmp_path) == [first, second]
 
 
+def test_the_checkpoints_of_a_run_are_found_below_the_folder_of_its_logs(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    step = _checkpoint(tmp_path / "checkpoints", 10)
+    write_atomically(tmp_path / "checkpoints" / "latest", f"{step.name}\n")
+    assert paths.find_step_directory(tmp_path) == step
+    (step / paths.METADATA_FILE).unlink()
+    with pytest.raises(CheckpointError, match=r"checkpoints/step_00000010 without metadata.json"):
+        paths.find_step_directory(tmp_path)
+
+
 def test_a_directory_without_its_last_file_does_not_count(tmp_path: Path) -> None:
     first, second = _checkpoint(tmp_path, 10), _checkpoint(tmp_path, 20)
     (second / paths.METADATA_FILE).unlink()
@@ -53,10 +63,10 @@ def test_nothing_to_find_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_directory_near_a_checkpoint_is_refused_with_the_name_to_give(tmp_path: Path) -> None:
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / "latest").write_text("step_00000001\n")
-    with pytest.raises(CheckpointError, match=re.escape(f"name {tmp_path}/run/checkpoints")):
-        paths.find_step_directory(tmp_path / "run")
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "latest").write_text("step_00000001\n")
+    with pytest.raises(CheckpointError, match=re.escape(f"name {tmp_path}/runs/first")):
+        paths.find_step_directory(tmp_path / "runs")
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"convert\.py import"):
