@@ -42,6 +42,7 @@ from pathlib import Path
 from types import ModuleType
 
 from megatron_dmtd.errors import ConfigError, DataError, DMTDError
+from megatron_dmtd.infra.console import ending_quietly
 
 HERE = Path(__file__).resolve().parent
 SECTIONS = ("plans", "masks", "train", "exports", "engine", "hf")
@@ -383,4 +384,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending_quietly(main))

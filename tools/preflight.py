@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dmtd.errors import ConfigError, DMTDError
+from megatron_dmtd.infra.console import ending_quietly
 from megatron_dmtd.launch.verdict import Limits
 
 
@@ -61,4 +62,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending_quietly(main))

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dmtd.errors import ConfigError, DMTDError
+from megatron_dmtd.infra.console import ending_quietly
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -76,4 +77,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending_quietly(main))

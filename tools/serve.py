@@ -24,6 +24,7 @@ from pathlib import Path
 from megatron_dmtd.errors import ConfigError, DMTDError, Refusal
 from megatron_dmtd.inference import EngineConfig, SamplingParams
 from megatron_dmtd.inference.config import require_directory
+from megatron_dmtd.infra.console import ending_quietly
 from megatron_dmtd.infra.json_files import read_object
 
 #: a model's own sampling defaults
@@ -205,4 +206,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending_quietly(main))

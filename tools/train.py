@@ -13,6 +13,7 @@ stop it (docs/fault_tolerance.md).
 import os
 import sys
 
+from megatron_dmtd.infra.console import ending_quietly
 from megatron_dmtd.training import exit_codes
 from megatron_dmtd.training.health.signals import StopRequested, StopSignals
 
@@ -49,4 +50,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending_quietly(main))

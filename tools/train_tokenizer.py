@@ -16,6 +16,7 @@ from megatron_dmtd.data.corpora.documents import RecordKeys, check_fraction, in_
 from megatron_dmtd.data.corpora.sources import open_source
 from megatron_dmtd.data.corpora.tokenizer import train_bpe
 from megatron_dmtd.errors import DMTDError
+from megatron_dmtd.infra.console import ending_quietly
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -75,4 +76,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending_quietly(main))

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dmtd.config import CheckpointConfig, Config, CycleConfig, DataConfig, ModelConfig, TrainingConfig
+from megatron_dmtd.infra.console import ending_quietly
 
 SIZES = {
     "small": ModelConfig(
@@ -214,4 +215,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending_quietly(main))

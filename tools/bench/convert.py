@@ -28,6 +28,7 @@ from typing import Any
 
 from megatron_dmtd.config import CycleConfig, ModelConfig
 from megatron_dmtd.config.decoder import decoder_of
+from megatron_dmtd.infra.console import ending_quietly
 
 _CONVERSIONS = ("import", "export")
 
@@ -182,4 +183,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending_quietly(main))

@@ -20,6 +20,8 @@ import tempfile
 import time
 from typing import TYPE_CHECKING, get_args
 
+from megatron_dmtd.infra.console import ending_quietly
+
 # torch takes seconds, which help and refusals need not wait for
 if TYPE_CHECKING:
     from megatron_dmtd.data.batches.dataset import PackedDataset
@@ -102,4 +104,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending_quietly(main))

@@ -31,6 +31,7 @@ from megatron_dmtd.cycle import ORDINARY, VANILLA, VARIANTS
 from megatron_dmtd.errors import DMTDError
 from megatron_dmtd.families import hf_name, read_fields
 from megatron_dmtd.inference import EngineConfig, SamplingParams
+from megatron_dmtd.infra.console import ending_quietly
 
 # torch and transformers take seconds, which help and refusals need not wait for
 if TYPE_CHECKING:
@@ -453,4 +454,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending_quietly(main))

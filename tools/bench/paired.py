@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dmtd.errors import CapabilityError, ConfigError, DMTDError
+from megatron_dmtd.infra.console import ending_quietly
 
 HERE = Path(__file__).resolve().parent
 
@@ -175,4 +176,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending_quietly(main))

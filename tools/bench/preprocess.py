@@ -27,6 +27,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dmtd.infra.console import ending_quietly
+
 _ENCODER: Any = None
 
 
@@ -182,4 +184,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending_quietly(main))

@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 
 from megatron_dmtd.errors import ConfigError, DMTDError
+from megatron_dmtd.infra.console import ending_quietly
 from megatron_dmtd.quantization import FORMATS, arithmetic
 from megatron_dmtd.quantization.formats import Format
 
@@ -86,4 +87,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending_quietly(main))

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import httpx
 
 from megatron_dmtd.inference import EngineConfig, SamplingParams
+from megatron_dmtd.infra.console import ending_quietly
 
 # torch takes seconds, which help and refusals need not wait for
 if TYPE_CHECKING:
@@ -164,4 +165,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending_quietly(main))

@@ -24,6 +24,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_dmtd.infra.console import ending_quietly
+
 # torch takes seconds, which help and refusals need not wait for
 if TYPE_CHECKING:
     import torch
@@ -271,4 +273,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending_quietly(main))
