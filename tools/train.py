@@ -11,9 +11,11 @@ stop it (docs/fault_tolerance.md).
 
 # Helper processes may import this file, and signals must be handled from the start: import nothing heavy at the top.
 import os
+import signal
 import sys
 
 from megatron_dmtd.infra.console import ending_quietly
+from megatron_dmtd.infra.processes import die_with
 from megatron_dmtd.training import exit_codes
 from megatron_dmtd.training.health.signals import StopRequested, StopSignals
 
@@ -22,6 +24,8 @@ def main() -> int:
     """Exit status: see `megatron_dmtd/training/exit_codes.py`."""
     signals = StopSignals()
     signals.install()
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank whose torchrun is gone would hold the run's lock for ever
+        die_with(os.getppid(), number=signal.SIGTERM)
     from megatron_dmtd.config import make_parser, parse, to_config, validate
     from megatron_dmtd.errors import DMTDError
 

@@ -1,8 +1,8 @@
 """Continue held-out prompts with the exported models, in cycles and as ordinary decoders, and measure both.
 
-The decoding engine decodes greedily, one prompt at a time. Speed compares the same weights in cycles and as an ordinary decoder,
-in this process, on the same device and threads, in alternation, so that other load on the machine affects both. A forward pass of
-transformers over the whole text checks what was decoded.
+Samples are drawn with a temperature: greedy decoding of a small model repeats itself. Speed compares the same weights in cycles
+and as an ordinary decoder, one prompt at a time, in this process, on the same device and threads, in alternation, so that other
+load on the machine affects both. A forward pass of transformers over the whole text checks what was decoded greedily.
 
 Shape legend: N tokens of a text, V vocabulary.
 """
@@ -28,7 +28,7 @@ from megatron_dmtd.platform import Platform
 from megatron_dmtd.quickstart.parts import progress_bar
 from megatron_dmtd.quickstart.plan import CONTROL, DMTD, MODELS, Plan
 
-PROMPT_TOKENS = 62  # ends inside a cycle of four, as most prompts do
+PROMPT_TOKENS = 22  # ends inside a cycle of four, as most prompts do
 
 
 def heldout_prompts(prefix: str, *, count: int, num_tokens: int = PROMPT_TOKENS) -> list[list[int]]:
@@ -101,13 +101,21 @@ def _time(engines: dict[str, Engine], prompt: list[int], eos_token_id: int, plan
     return rates
 
 
+def _sample(engine: Engine, prompts: list[list[int]], plan: Plan) -> list[str]:
+    """A continuation of each prompt, up to EOS or the length cap."""
+    params = [
+        SamplingParams(temperature=plan.temperature, top_p=plan.top_p, seed=seed, detokenize=True) for seed in range(len(prompts))
+    ]
+    return [done.text or "" for done in engine.generate(prompts, max_new_tokens=plan.new_tokens, params=params)]
+
+
 def _continue(decoder: Decoder, prompts: list[list[int]], plan: Plan, bar: tqdm) -> dict[str, Any]:
-    texts, agreeing = [], 0
+    agreeing = 0
     for prompt in prompts:
         ids, _ = generate(decoder.engine, prompt, new_tokens=plan.new_tokens, eos_token_id=decoder.tokenizer.eos_token_id)
-        texts.append(decoder.tokenizer.decode(ids))
         agreeing += agreement(decoder, prompt, ids)
         bar.update()
+    texts = _sample(decoder.engine, prompts, plan)
     return {"continuations": texts, "agreeing": agreeing, "parameters": decoder.model.num_parameters()}
 
 
@@ -129,6 +137,8 @@ def decode_all(plan: Plan, platform: Platform, *, output: Path) -> None:
         "prompts": [cycled.tokenizer.decode(prompt) for prompt in prompts],
         "prompt_tokens": PROMPT_TOKENS,
         "new_tokens": plan.new_tokens,
+        "temperature": plan.temperature,
+        "top_p": plan.top_p,
         "device": platform.describe(),
         "models": models,
     }

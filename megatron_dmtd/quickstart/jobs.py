@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,12 +16,19 @@ import torch
 from tqdm import tqdm
 
 from megatron_dmtd.conversion.convert import export_hf
+from megatron_dmtd.infra.files import write_atomically
 from megatron_dmtd.platform import Platform, current_platform
 from megatron_dmtd.quickstart.decode import decode_all
-from megatron_dmtd.quickstart.parts import Part, Parts, progress_bar, redraw, run_command
-from megatron_dmtd.quickstart.plan import DMTD, MODELS, TRAININGS, Machine, Plan
+from megatron_dmtd.quickstart.large import measure
+from megatron_dmtd.quickstart.parts import Part, Parts, alone_in, progress_bar, redraw, run_command
+from megatron_dmtd.quickstart.plan import DMTD, MODELS, STORIES, TRAININGS, Machine, Plan
 from megatron_dmtd.quickstart.report import write_report
+from megatron_dmtd.quickstart.stories import write_stories
+from megatron_dmtd.training.checkpoints.run_lock import wait_until_free
 from megatron_dmtd.training.log import METRICS_FILE, read_metrics
+
+#: ranks of a quickstart that was killed save and stop; on a busy machine that takes its time
+_ORPHANS_S = 90.0
 
 
 def this_machine() -> tuple[Machine, Platform]:
@@ -46,8 +54,19 @@ def _run_tool(plan: Plan, name: str, options: Sequence[str]) -> None:
             bar.set_postfix_str(_last_line(log), refresh=False)
             redraw(bar)
 
-        command = [sys.executable, f"tools/{name}.py", "--input", *plan.inputs, *options]
+        command = [sys.executable, f"tools/{name}.py", "--input", *plan.sources, *options]
         run_command(command, log=log, cwd=plan.root, environment=os.environ, watch=watch)
+
+
+def _write_stories(plan: Plan) -> None:
+    write_stories(plan.stories_file, count=plan.stories)
+
+
+def _measure_large(plan: Plan, platform: Platform) -> None:
+    """In a process of this number of threads, with all cores at work."""
+    torch.set_num_threads(plan.machine.num_cores)
+    found = measure(plan, platform)
+    write_atomically(plan.large_file, json.dumps(found, indent=2) + "\n")
 
 
 def _train_tokenizer(plan: Plan) -> None:
@@ -79,6 +98,8 @@ def _watcher(metrics: Path, bar: tqdm) -> Callable[[], None]:
 def _train(plan: Plan, model: str) -> None:
     run = plan.run_directory(model)
     steps = plan.config(model).training.steps
+    # Its ranks are told to stop when it is killed, but that takes a moment.
+    wait_until_free(run / "checkpoints", timeout_s=_ORPHANS_S, waiting=lambda owner: tqdm.write(f"  waiting for {owner} to stop"))
     with progress_bar(total=steps, unit="step", desc=f"  {model}") as bar:
         run_command(
             plan.train_command(model),
@@ -117,8 +138,9 @@ def parts(plan: Plan, platform: Platform) -> list[Part]:
         )
         for model in MODELS
     ]
-    decoding = plan.directory / "decoding.json"
+    stories = Part(name=STORIES, inputs=plan.stories_inputs(), outputs=(plan.stories_file,), work=partial(_write_stories, plan))
     return [
+        *([stories] if STORIES in plan.inputs else []),
         Part(name="tokenizer", inputs=data, outputs=(plan.tokenizer,), work=partial(_train_tokenizer, plan)),
         Part(name="token files", inputs=data, outputs=tokens, work=partial(_preprocess, plan)),
         *trainings,
@@ -126,23 +148,29 @@ def parts(plan: Plan, platform: Platform) -> list[Part]:
         Part(
             name="decoding",
             inputs=plan.decoding_inputs(),
-            outputs=(decoding,),
-            work=partial(decode_all, plan, platform, output=decoding),
+            outputs=(plan.decoding_file,),
+            work=partial(decode_all, plan, platform, output=plan.decoding_file),
+        ),
+        Part(
+            name="large model",
+            inputs=plan.large_inputs(),
+            outputs=(plan.large_file,),
+            work=partial(_measure_large, plan, platform),
         ),
     ]
 
 
 def run_quickstart(plan: Plan, platform: Platform, *, say: Callable[[str], None] = print) -> str:
-    """Do what is not done yet, write the report, and return it. Raises a `DMTDError` for problems that the user can fix."""
+    """Do what is not done yet, write the report, and return its summary. Raises a `DMTDError` for what the user can mend."""
     for model in TRAININGS:
         plan.config(model)  # refuses before any work
     started = time.monotonic()
-    plan.directory.mkdir(parents=True, exist_ok=True)
-    done = Parts(plan.directory, say=say)
-    jobs = parts(plan, platform)
-    seconds = {}
-    for number, part in enumerate(jobs, start=1):
-        say(f"[{number}/{len(jobs)}] {part.name}")
-        seconds[part.name] = done.run(part)
-    say(f"finished in {time.monotonic() - started:.0f} s")
-    return write_report(plan, seconds)
+    with alone_in(plan.directory):
+        done = Parts(plan.directory, say=say)
+        jobs = parts(plan, platform)
+        seconds = {}
+        for number, part in enumerate(jobs, start=1):
+            say(f"[{number}/{len(jobs)}] {part.name}")
+            seconds[part.name] = done.run(part)
+        say(f"finished in {time.monotonic() - started:.0f} s")
+        return write_report(plan, seconds)

@@ -5,12 +5,16 @@ A part has a stamp, `DIR/.parts/NAME.json`, with its inputs and whether it finis
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,12 @@ from tqdm import tqdm
 from megatron_dmtd.errors import DMTDError
 from megatron_dmtd.infra.files import write_atomically
 from megatron_dmtd.infra.json_files import parse_object
+from megatron_dmtd.infra.locks import FileLock
+from megatron_dmtd.infra.processes import die_with, end_family
+from megatron_dmtd.quickstart.failures import reason
+
+#: seconds that an interrupted command has to save and end; torchrun gives its ranks 30
+PATIENCE_S = 40.0
 
 
 class PartError(DMTDError):
@@ -38,6 +48,22 @@ class Part:
     """Files and folders that it creates."""
     work: Callable[[], None]
     """Creates the outputs; resumes from or replaces those that an interrupted attempt left behind."""
+
+
+@contextlib.contextmanager
+def alone_in(directory: Path) -> Iterator[None]:
+    """Lock a folder for this process until the end of the block. Raises `PartError` if another process has it."""
+    stamps = directory / ".parts"
+    stamps.mkdir(parents=True, exist_ok=True)
+    with FileLock(stamps / "lock") as lock:
+        if not lock.try_acquire():
+            raise PartError(
+                found=f"{directory} is in use by process {lock.read_note().decode(errors='replace') or '?'}",
+                required="a folder that no other quickstart writes to",
+                remedy="wait for the other one or end it, or choose another folder with --output",
+            )
+        lock.write_note(str(os.getpid()).encode())
+        yield
 
 
 class Parts:
@@ -114,28 +140,44 @@ def run_command(
 ) -> None:
     """Run a command with its output appended to `log`, calling `watch` while it runs.
 
-    Raises `PartError` with the end of the log if it fails. If this process is interrupted, the command is terminated too.
+    Raises `PartError` with the reason, found in the log, if it fails. If this process is interrupted, or ends in any other way,
+    the command is asked to end too, and ends whatever it started.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as stream:
         stream.write("$ " + " ".join(command) + "\n")
         stream.flush()
         process = subprocess.Popen(
-            list(command), stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, cwd=cwd, env=dict(environment)
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            cwd=cwd,
+            env=dict(environment),
+            process_group=0,  # Ctrl-C is for this process, which passes it on once
+            preexec_fn=functools.partial(die_with, os.getpid(), number=signal.SIGTERM),
         )
         try:
             while process.poll() is None:
                 watch()
                 time.sleep(poll_s)
             watch()
+        except KeyboardInterrupt:
+            print("\ninterrupted: waits until this part has stopped; Ctrl-C again does not wait", file=sys.stderr, flush=True)
+            raise
         finally:
             if process.poll() is None:
-                process.terminate()  # torchrun forwards this to its ranks
-                process.wait()
+                end_family(process, patience_s=PATIENCE_S)
     if process.returncode != 0:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-        raise PartError(
-            found=f"exit status {process.returncode} of {' '.join(command)}\n{tail}",
-            required="exit status 0",
-            remedy=f"read {log}, whose last lines are above; run the quickstart again to resume from here",
-        )
+        raise _failure(command, log, process.returncode)
+
+
+def _failure(command: Sequence[str], log: Path, status: int) -> PartError:
+    why = reason(log.read_text(errors="replace"), status=status)
+    script = next((word for word in command if word.endswith(".py")), Path(command[0]).name)
+    first = f"{why.remedy}; " if why.remedy else ""
+    return PartError(
+        found=f"{script} failed (exit status {status}): {why.found}",
+        required=why.required,
+        remedy=f"{first}then run the quickstart again, which resumes from here. The whole log: {log}",
+    )

@@ -62,12 +62,18 @@ def test_both_models_continue_and_one_is_timed_in_both_ways(folder, tmp_path):
         timed_runs=3,
     )
     (folder / "data").mkdir()
-    own_file(folder / "data", [list(range(100)), list(range(50, 150)), [1]], np.uint16, name="python-heldout")
+    own_file(folder / "data", [list(range(100)), list(range(50, 150)), [1]], np.uint16, name="text-heldout")
     decode_all(plan, CPU, output=tmp_path / "decoding.json")
     found = json.loads((tmp_path / "decoding.json").read_text())
-    assert (found["new_tokens"], found["prompt_tokens"], len(found["prompts"])) == (5, 62, 2)
+    decode_all(plan, CPU, output=tmp_path / "again.json")
+    again = json.loads((tmp_path / "again.json").read_text())
+    assert [again["models"][name]["continuations"] for name in MODELS] == [
+        found["models"][name]["continuations"] for name in MODELS
+    ]
+    assert (found["new_tokens"], found["prompt_tokens"], len(found["prompts"])) == (5, 22, 2)
     for name in (DMTD, CONTROL):
         model = found["models"][name]
         assert model["agreeing"] == 2 * 5 and len(model["continuations"]) == 2
+        assert model["continuations"][0] != model["continuations"][1], "samples, with seeds of their own"
         assert len(model["tokens_per_s_runs"]) == 3 and min(model["tokens_per_s_runs"]) > 0
         assert model["tokens_per_s"] == sorted(model["tokens_per_s_runs"])[1]

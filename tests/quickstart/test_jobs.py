@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from megatron_dmtd.errors import ConfigError
 from megatron_dmtd.platform import Platform
 from megatron_dmtd.quickstart import jobs
 from megatron_dmtd.quickstart.jobs import parts, run_quickstart, this_machine
+from megatron_dmtd.quickstart.parts import PartError, alone_in
 from megatron_dmtd.quickstart.plan import BASE, CONTROL, DMTD, Machine, Plan
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +25,7 @@ def test_parts_come_in_the_order_in_which_they_need_each_other(tmp_path):
     plan = plan_in(tmp_path)
     found = parts(plan, CPU)
     assert [part.name for part in found] == [
+        "stories",
         "tokenizer",
         "token files",
         f"train {BASE}",
@@ -31,7 +34,9 @@ def test_parts_come_in_the_order_in_which_they_need_each_other(tmp_path):
         f"export {DMTD}",
         f"export {CONTROL}",
         "decoding",
+        "large model",
     ]
+    assert parts(plan_in(tmp_path, inputs=("stdlib",)), CPU)[0].name == "tokenizer"
     outputs = [path for part in found for path in part.outputs]
     assert len(set(outputs)) == len(outputs) and all(tmp_path in path.parents for path in outputs)
     by_name = {part.name: part for part in found}
@@ -43,6 +48,12 @@ def test_settings_that_cannot_run_are_refused_before_anything_is_made(tmp_path):
     with pytest.raises(ConfigError):
         run_quickstart(plan_in(tmp_path / "new", steps=0), CPU)
     assert not (tmp_path / "new").exists()
+
+
+def test_two_quickstarts_do_not_write_to_one_folder(tmp_path):
+    with alone_in(tmp_path), pytest.raises(PartError, match=f"in use by process {os.getpid()}"):
+        run_quickstart(plan_in(tmp_path), CPU)
+    assert not (tmp_path / "data").exists()
 
 
 def test_a_bar_follows_the_last_logged_step(tmp_path):

@@ -18,7 +18,8 @@ def test_processes_follow_the_machine(num_gpus, num_cores, processes, threads):
     machine = Machine(num_gpus=num_gpus, num_cores=num_cores)
     assert (machine.num_processes, machine.threads_per_process) == (processes, threads)
     plan = Plan(root=ROOT, directory=Path("/nowhere"), machine=machine)
-    assert plan.config("vanilla").parallel.pipeline == processes
+    config = plan.config("vanilla")  # validated for this number of processes
+    assert config.training.global_batch_size % (config.training.micro_batch_size * processes) == 0
     assert f"--nproc-per-node {processes} " in " ".join(plan.train_command("vanilla"))
 
 
@@ -57,8 +58,12 @@ def test_what_decides_a_training_is_its_settings_and_those_before_it():
 
 
 def test_what_decides_the_corpus_is_its_documents_and_of_the_standard_library_its_python():
-    assert PLAN.data_inputs()["python"].startswith("3.")
-    assert dataclasses.replace(PLAN, inputs=("texts",)).data_inputs()["python"] == ""
+    assert PLAN.data_inputs()["python"] == "" and PLAN.data_inputs()["stories"] == 16_000
+    assert dataclasses.replace(PLAN, stories=5).data_inputs() != PLAN.data_inputs()
+    library, texts = (dataclasses.replace(PLAN, inputs=(name,)) for name in ("stdlib", "texts"))
+    assert library.data_inputs()["python"].startswith("3.") and "stories" not in library.data_inputs()
+    assert texts.data_inputs()["python"] == "" and texts.sources == ("texts",)
+    assert PLAN.sources == ("/nowhere/data/stories.jsonl",)
 
 
 def test_decodings_depend_on_both_models_and_on_what_is_decoded():
@@ -66,3 +71,5 @@ def test_decodings_depend_on_both_models_and_on_what_is_decoded():
     assert set(first["models"]) == {DMTD, CONTROL}
     assert dataclasses.replace(PLAN, new_tokens=7).decoding_inputs() != first
     assert dataclasses.replace(PLAN, steps=7).decoding_inputs() != first
+    assert dataclasses.replace(PLAN, temperature=0.5).decoding_inputs() != first
+    assert dataclasses.replace(PLAN, large_layers=(1, 1)).large_inputs() != PLAN.large_inputs()

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 SITE_FILE = ROOT / "examples" / "slurm" / "site.env"
 #: the quickstart's model and recipe, with short rows and few of them
 SMALL_SETTINGS = {
+    "model.vocab_size": "2048",
     "cycle.mask_token_id": "2000",
     "data.train": "[data/train]",
     "data.valid": "[]",

@@ -108,7 +108,7 @@ def work(tmp_path):
         path = tmp_path / name
         path.parent.mkdir(parents=True)
         path.write_bytes(b"x")
-    for name in ("quickstart/data/python-train", "quickstart/data/python-heldout"):
+    for name in ("quickstart/data/text-train", "quickstart/data/text-heldout"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write_corpus(tmp_path / name, num_documents=5)
     make_checkpoint(tmp_path / "quickstart/base/checkpoints", 150)

@@ -14,7 +14,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -92,3 +92,17 @@ def locked(folder: str | Path, *, lease_s: float = LEASE_S) -> Iterator[None]:
             _acquire(lock, folder, lease_s=lease_s)
         lock.write_note(_own_line().encode())
         yield
+
+
+def wait_until_free(folder: str | Path, *, timeout_s: float, waiting: Callable[[str], None]) -> None:
+    """Wait until no job has a run's folder, or for `timeout_s`. If one has it, `waiting` gets the owner in words, once."""
+    path = Path(folder) / LOCK_FILE
+    if not path.is_file():
+        return
+    with FileLock(path) as lock:
+        deadline, is_said = time.monotonic() + timeout_s, False
+        while not lock.try_acquire() and time.monotonic() < deadline:
+            if not is_said:
+                waiting(_in_words(_owner_of(lock)))
+            is_said = True
+            time.sleep(_POLL_S)
