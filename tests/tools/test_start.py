@@ -1,4 +1,4 @@
-"""Help, and the refusal of a setting, come within two seconds of CPU: before torch and transformers are imported."""
+"""Help, and refusals of settings, within two seconds of CPU, before torch is imported; `| head` ends commands quietly."""
 
 import os
 import subprocess
@@ -65,3 +65,30 @@ REFUSED = {
 def test_a_refusal_comes_at_once(words):
     status, output, cpu_s = started(*words)
     assert status in (1, 2) and "found: " in output and "remedy: " in output and cpu_s < LIMIT_S, (status, cpu_s, output[-500:])
+
+
+def without_reader(*words: str) -> tuple[int, str]:
+    """Status and standard error of a command whose output nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_ends_quietly_once_its_reader_is_gone(command):
+    assert without_reader(command, "--help") == (0, "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("tools/inspect_mask.py", "--variant", "bidirectional-refresh", "--documents", "64,64"),
+        ("tools/plan.py", "--config", "examples/quickstart/base.yaml", "--json"),
+    ],
+    ids=["mask", "plan"],
+)
+def test_output_ends_quietly_once_its_reader_is_gone(words):
+    assert without_reader(*words) == (0, "")
