@@ -22,6 +22,7 @@ ORDER = (
     "platform",
     "parallel",
     "models",
+    "chats",
     "data",
     "weights",
     "training",

@@ -7,11 +7,12 @@ the model's own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
+from megatron_dmtd.chats.template import ChatTemplates
+from megatron_dmtd.chats.turns import Chat, ChatError, read_turns
 from megatron_dmtd.errors import DataError, DMTDError, shown
 from megatron_dmtd.inference import Engine, SamplingParams
 from megatron_dmtd.inference.admission import check_length, check_length_cap, checked_ids
@@ -147,8 +148,7 @@ class Preparation:
 
     def _written(self, body: ChatRequest) -> str:
         """A chat as a text."""
-        template = getattr(self.tokenizer, "chat_template", None)
-        if not template:
+        if not getattr(self.tokenizer, "chat_template", None):
             raise RequestError(
                 found="a model whose tokenizer has no chat template",
                 required="one, to write a chat as a text",
@@ -162,28 +162,25 @@ class Preparation:
                 remedy="drop what is not one",
                 param=f"chat_template_kwargs.{reserved[0]}",
             )
+        templates = ChatTemplates(self.tokenizer)
         try:
-            text = self.tokenizer.apply_chat_template(
-                _messages(body, template), tokenize=False, add_generation_prompt=True, **body.chat_template_kwargs
-            )
-        except Exception as error:  # templates are programs and may raise anything
+            return templates.render(_chat_of(body, self.tokenizer.chat_template), prompt=True)
+        except ChatError as error:
             raise RequestError(
-                found=f"messages that the model's chat template refuses: {type(error).__name__}: {str(error)[:500]}",
-                required="roles in an order that it knows",
+                found=f"messages that cannot be written: {error}",
+                required="roles in an order, and contents, that the model's chat template knows",
                 remedy="change the messages",
                 param="messages",
             ) from error
-        assert isinstance(text, str), type(text)
-        return text
 
 
-def _messages(body: ChatRequest, template: str | Mapping[str, str]) -> Sequence[Mapping[str, Any]]:
-    """What the template expects. OpenAI's newer name for the system role is only passed on to templates that know it."""
-    messages = [message.for_template() for message in body.messages]
+def _chat_of(body: ChatRequest, template: str | Mapping[str, str]) -> Chat:
+    """What the template is given. OpenAI's newer name for the system role is only passed on to templates that know it."""
+    turns = read_turns([message.as_turn() for message in body.messages])
     if "developer" not in str(template):
-        for message in messages:
-            message["role"] = "system" if message["role"] == "developer" else message["role"]
-    return messages
+        for turn in turns:
+            turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
+    return Chat(messages=turns, values=body.chat_template_kwargs)
 
 
 def _named(error: DMTDError, *, param: str, code: str | None = None) -> RequestError:

@@ -8,7 +8,6 @@ Python refuse the same values. No list is validated beyond its first fault: a bo
 from __future__ import annotations
 
 import difflib
-import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping
@@ -343,17 +342,6 @@ class Function(_Fields):
     arguments: str | dict[str, Any]
     """OpenAI's API has an object written as JSON in a text."""
 
-    @property
-    def values(self) -> str | dict[str, Any]:
-        """The arguments as an object, as chat templates expect them; a text that is none stays a text."""
-        if isinstance(self.arguments, dict):
-            return self.arguments
-        try:
-            values = json.loads(self.arguments)
-        except (ValueError, RecursionError):
-            return self.arguments  # models write such, and the chat goes on
-        return values if isinstance(values, dict) else self.arguments
-
 
 class ToolCall(_Fields):
     """A call that an assistant has made."""
@@ -361,11 +349,6 @@ class ToolCall(_Fields):
     id: str | None = None
     type: Literal["function"] = "function"
     function: Function
-
-    def for_template(self) -> dict[str, Any]:
-        """What chat templates expect."""
-        function = {"name": self.function.name, "arguments": self.function.values}
-        return {**({} if self.id is None else {"id": self.id}), "type": self.type, "function": function}
 
 
 class Message(_Fields):
@@ -393,11 +376,12 @@ class Message(_Fields):
             raise ValueError("content is required, but where an assistant has tool_calls")
         return self
 
-    def for_template(self) -> dict[str, Any]:
-        """What chat templates expect. No content is the empty text: templates would write a null as a word."""
-        parts = [TextPart(type="text", text=self.content)] if isinstance(self.content, str) else self.content or ()
-        calls = {"tool_calls": [call.for_template() for call in self.tool_calls]} if self.tool_calls else {}
-        return {**(self.model_extra or {}), "role": self.role, "content": "".join(part.text for part in parts), **calls}
+    def as_turn(self) -> dict[str, Any]:
+        """The message as a record of a corpus would hold it: without fields that the client left out."""
+        turn = self.model_dump(exclude_unset=True)
+        for call in turn.get("tool_calls", ()):
+            call.setdefault("type", "function")
+        return turn
 
 
 class ChatRequest(GenerationRequest):

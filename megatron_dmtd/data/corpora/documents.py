@@ -10,11 +10,11 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatron_dmtd.chats.turns import RECORD_FIELDS, REFUSED_FIELDS, Chat, ChatError, read_chat, texts_of
 from megatron_dmtd.errors import DataError
 from megatron_dmtd.infra.digests import stable_hash
 
 Split = Literal["all", "train", "heldout"]
-Messages = list[dict[str, Any]]
 #: why a document cannot be used; what `--skip-bad` counts
 BadKind = Literal["not JSON", "no such key", "not a string", "not UTF-8", "empty", "damaged file", "no chat", "control token"]
 
@@ -26,8 +26,8 @@ class Document:
     name: str
     text: str = ""
     """The text; empty for a chat."""
-    messages: Messages | None = None
-    """The turns of a chat, each with a `role`; None for a text."""
+    chat: Chat | None = None
+    """None for a text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +74,12 @@ class RecordKeys:
         return self.text if self.messages is None else self.messages
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """Every field that a record may have and that matters; only the key must be there."""
+        others = () if self.messages is None else (*RECORD_FIELDS, *REFUSED_FIELDS)
+        return (self.key, *(name for name in others if name != self.key))
+
+    @property
     def required(self) -> str:
         """What a record must hold."""
         if self.messages is None:
@@ -102,22 +108,22 @@ class RecordKeys:
             return BadDocument(name=name, kind="no such key", found=found, required=self.required)
         value = record[self.key]
         if self.messages is not None:
-            return self._chat(value, name=name, where=where)
+            return self._chat(record, name=name, where=where)
         if not isinstance(value, str):
             found = f"{where}: {type(value).__name__} in an object with the keys {sorted(record)}"
             return BadDocument(name=name, kind="not a string", found=found, required=self.required)
         return text_document(value, name=name, where=where)
 
-    def _chat(self, value: Any, *, name: str, where: str) -> Document | BadDocument:
-        turns = isinstance(value, list) and all(isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in value)
-        if not turns:
-            found = f"{where}: {json.dumps(value, default=str)[:80]}"
-            return BadDocument(name=name, kind="no chat", found=found, required=self.required)
-        if not value:
+    def _chat(self, record: dict[str, Any], *, name: str, where: str) -> Document | BadDocument:
+        if record[self.key] == []:
             return BadDocument(name=name, kind="empty", found=f"{where}: an empty chat", required=self.required)
-        if not is_text(json.dumps(value, ensure_ascii=False, default=str)):
+        try:
+            chat = read_chat(record, self.key)
+        except ChatError as error:
+            return BadDocument(name=name, kind="no chat", found=f"{where}: {error}", required=self.required)
+        if not all(map(is_text, texts_of([chat.messages, chat.tools, chat.documents, chat.values]))):
             return _surrogate(name, where)
-        return Document(name=name, messages=value)
+        return Document(name=name, chat=chat)
 
 
 def text_document(text: str, *, name: str, where: str) -> Document | BadDocument:

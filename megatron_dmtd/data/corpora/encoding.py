@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dmtd.data.corpora.chat import ChatError, ChatRenderer, Span
+from megatron_dmtd.chats.spans import render_with_spans
+from megatron_dmtd.chats.template import ChatTemplates, Span
+from megatron_dmtd.chats.turns import ChatError
 from megatron_dmtd.data.corpora.documents import BadDocument, Document, Split, is_heldout
 from megatron_dmtd.data.corpora.fast_encoder import EncoderName, FastModel, make_encoder
 from megatron_dmtd.data.corpora.inputs import Block
@@ -90,7 +92,7 @@ class BlockEncoder:
 
     def __init__(self, job: EncodingJob) -> None:
         self._job = job
-        self._renderer = ChatRenderer(load_tokenizer(job.tokenizer_dir)) if job.chats else None
+        self._renderer = ChatTemplates(load_tokenizer(job.tokenizer_dir)) if job.chats else None
         self._encoder = make_encoder(job.encoder, job.tokenizer_json, chats=job.chats, model=job.fast_model)
         self._reference = TextEncoder(job.tokenizer_json, chats=job.chats) if job.assistant_loss else None
 
@@ -112,12 +114,12 @@ class BlockEncoder:
     def _text(self, document: Document) -> _Text | BadDocument:
         if self._renderer is None:
             return _Text(name=document.name, text=document.text)
-        assert document.messages is not None, document
+        assert document.chat is not None, document
         try:
             if self._job.assistant_loss:
-                text, spans = self._renderer.render_with_spans(document.messages)
+                text, spans = render_with_spans(self._renderer, document.chat)
                 return _Text(name=document.name, text=text, spans=spans)
-            return _Text(name=document.name, text=self._renderer.render(document.messages))
+            return _Text(name=document.name, text=self._renderer.render(document.chat))
         except ChatError as error:
             found = f"{document.name}: {error}"
             return BadDocument(name=document.name, kind="no chat", found=found, required="a chat that the template can write")
@@ -129,9 +131,9 @@ class BlockEncoder:
             return tokens_N, lengths_U, None
         ids, losses = [np.empty(0, np.int32)], [np.empty(0, np.uint8)]
         for text in texts:
-            tokens, starts = self._reference.encode_with_starts(text.text)
+            tokens, places = self._reference.encode_with_places(text.text)
             ids.append(tokens)
-            losses.append(_inside(starts, text.spans or []))
+            losses.append(_inside(places, text.spans or []))
         lengths_U = np.array([tokens.size for tokens in ids[1:]], dtype=np.int64)
         return np.concatenate(ids), lengths_U, np.concatenate(losses)
 
@@ -203,15 +205,19 @@ class BlockEncoder:
         return texts[nth].name, texts[nth].text, tokens_N[begin : begin + int(lengths_U[nth])]
 
 
-def _inside(starts: npt.NDArray[np.int64], spans: list[Span]) -> npt.NDArray[np.uint8]:
-    """1 for each token that starts inside a span."""
+def _inside(places: npt.NDArray[np.int64], spans: list[Span]) -> npt.NDArray[np.uint8]:
+    """1 for each token that shares a character with a span, as `apply_chat_template` decides it.
+
+    A token may begin with the space that ends a prompt: the model still has to generate it.
+    """
+    starts, ends = places[:, 0], places[:, 1]
     inside = np.zeros(starts.size, dtype=np.uint8)
     for begin, end in spans:
-        inside |= ((starts >= begin) & (starts < end)).astype(np.uint8)
+        inside |= ((starts < end) & (ends > begin)).astype(np.uint8)
     return inside
 
 
-def sample_texts(blocks: Iterator[Block], job_renderer: ChatRenderer | None, *, num_characters: int) -> list[str]:
+def sample_texts(blocks: Iterator[Block], job_renderer: ChatTemplates | None, *, num_characters: int) -> list[str]:
     """The first documents of `blocks`, up to about `num_characters`, to choose an encoder by."""
     texts: list[str] = []
     size = 0
@@ -222,7 +228,8 @@ def sample_texts(blocks: Iterator[Block], job_renderer: ChatRenderer | None, *, 
             text = entry.text
             if job_renderer is not None:
                 try:
-                    text = job_renderer.render(entry.messages or [])
+                    assert entry.chat is not None, entry
+                    text = job_renderer.render(entry.chat)
                 except ChatError:
                     continue  # reported when its block is encoded
             texts.append(text[:num_characters])

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_dmtd.chats.template import ChatTemplates
 from megatron_dmtd.data.batches.manifest import Manifest, dump_manifest, read_manifest
 from megatron_dmtd.data.batches.token_file import token_dtype
-from megatron_dmtd.data.corpora.chat import ChatRenderer
 from megatron_dmtd.data.corpora.documents import RecordKeys, Split, check_fraction
 from megatron_dmtd.data.corpora.encoding import BlockEncoder, BlockTokens, EncodingJob, sample_texts
 from megatron_dmtd.data.corpora.fast_encoder import Choice, EncoderName, check_equal, choose_encoder
@@ -115,7 +115,7 @@ def preprocess(inputs: Sequence[Input], options: PreprocessOptions, *, say: Call
     tokenizer = load_tokenizer(options.tokenizer_dir)
     control = control_ids(tokenizer, mask_token_id=options.mask_token_id)
     chats = options.keys.messages is not None
-    renderer = ChatRenderer(tokenizer) if chats else None
+    renderer = ChatTemplates(tokenizer) if chats else None
     text = encoder_json(tokenizer, control, chats=chats)
     vocab_size = vocabulary_size(text, control)
     dtype = _dtype(options.dtype, vocab_size)
@@ -223,7 +223,7 @@ def _choose(
     inputs: Sequence[Input],
     options: PreprocessOptions,
     tokenizer_json: str,
-    renderer: ChatRenderer | None,
+    renderer: ChatTemplates | None,
     reference: TextEncoder,
 ) -> Choice:
     chats = options.keys.messages is not None

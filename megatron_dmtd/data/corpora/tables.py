@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
+from megatron_dmtd.data.corpora.columns import values_of
 from megatron_dmtd.data.corpora.documents import RecordKeys
 from megatron_dmtd.data.corpora.inputs import BLOCK_DOCUMENTS, Block, Entry, file_identity
 from megatron_dmtd.errors import DataError
@@ -31,20 +32,19 @@ class RowsBlock:
     """Name of the table in messages."""
     first_row: int
     keys: RecordKeys
-    values: tuple[Any, ...]
-    """The column that is read."""
+    values: tuple[dict[str, Any], ...]
+    """Of each record, the fields that matter."""
     num_bytes: int
 
     def entries(self) -> Iterator[Entry]:
         """The document of each record."""
-        for row, value in enumerate(self.values, start=self.first_row):
-            record = {self.keys.key: value}
+        for row, record in enumerate(self.values, start=self.first_row):
             yield self.keys.document(record, name=f"{self.table}:{row}", where=f"row {row} of {self.where}")
 
 
-def _weight(value: Any) -> int:
-    """Approximate bytes of a value."""
-    return len(value) if isinstance(value, str | bytes) else len(json.dumps(value, default=str))
+def _weight(record: dict[str, Any]) -> int:
+    """Approximate bytes of a record."""
+    return sum(len(value) if isinstance(value, str | bytes) else len(json.dumps(value, default=str)) for value in record.values())
 
 
 class ParquetInput:
@@ -86,7 +86,7 @@ class ParquetInput:
         bytes_per_row = self.num_bytes / max(self._num_rows, 1)
         try:
             with pyarrow.parquet.ParquetFile(self._path) as file:
-                for values in _runs(_column(file, self._keys.key), block_bytes):
+                for values in _runs(_records(file, self._keys), block_bytes):
                     yield RowsBlock(
                         table=self._path.name,
                         where=str(self._path),
@@ -102,13 +102,19 @@ class ParquetInput:
         self._sha256 = sha256_of_file(self._path)
 
 
-def _column(file: Any, key: str) -> Iterator[Any]:
-    for batch in file.iter_batches(batch_size=_ROWS, columns=[key]):
-        yield from batch.column(0).to_pylist()
+def _records(file: Any, keys: RecordKeys) -> Iterator[dict[str, Any]]:
+    columns = [name for name in keys.columns if name in file.schema_arrow.names]
+    for batch in file.iter_batches(batch_size=_ROWS, columns=columns):
+        yield from _rows(batch, columns)
 
 
-def _runs(values: Iterator[Any], block_bytes: int) -> Iterator[tuple[Any, ...]]:
-    run: list[Any] = []
+def _rows(batch: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
+    for row in zip(*(values_of(batch.column(name)) for name in columns)):
+        yield dict(zip(columns, row))
+
+
+def _runs(values: Iterator[dict[str, Any]], block_bytes: int) -> Iterator[tuple[dict[str, Any], ...]]:
+    run: list[dict[str, Any]] = []
     size = 0
     for value in values:
         run.append(value)
@@ -193,17 +199,18 @@ class DatasetInput:
             )
             row += len(values)
 
-    def _values(self) -> Iterator[Any]:
+    def _values(self) -> Iterator[dict[str, Any]]:
         import datasets
         import pyarrow
 
         try:
-            for batch in self._dataset.iter(batch_size=_ROWS):
-                if self._keys.key not in batch:
-                    raise self._no_column(sorted(batch))  # streamed data sets may not know their columns before
-                for value in batch[self._keys.key]:
-                    self._digest.update(json.dumps(value, default=str).encode() + b"\n")
-                    yield value
+            for batch in self._dataset.with_format("arrow").iter(batch_size=_ROWS):
+                if self._keys.key not in batch.column_names:
+                    raise self._no_column(sorted(batch.column_names))  # streamed data sets may not know their columns before
+                columns = [name for name in self._keys.columns if name in batch.column_names]
+                for record in _rows(batch, columns):
+                    self._digest.update(json.dumps(record[self._keys.key], default=str).encode() + b"\n")
+                    yield record
         except (OSError, ValueError, datasets.exceptions.DatasetsError, pyarrow.ArrowException) as error:
             raise DataError(
                 found=f"{self.name}: {type(error).__name__}: {error}",

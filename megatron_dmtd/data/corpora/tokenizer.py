@@ -172,11 +172,10 @@ class TextEncoder:
         batch = self.encode_batch(texts)
         return np.concatenate([np.empty(0, np.int32), *batch]), np.array([ids.size for ids in batch], dtype=np.int64)
 
-    def encode_with_starts(self, text: str) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """The ids of a text, and the first character of each."""
+    def encode_with_places(self, text: str) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """The ids of a text, and for each its first character and the one behind its last: an array of two columns."""
         encoding = self._backend.encode(text, add_special_tokens=False)
-        starts = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
-        return np.array(encoding.ids, dtype=np.int32), starts
+        return np.array(encoding.ids, dtype=np.int32), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
 
 def train_bpe(

@@ -3,6 +3,7 @@ import os
 
 import pytest
 
+from megatron_dmtd.chats.turns import Chat
 from megatron_dmtd.data.corpora.documents import BadDocument, Document, RecordKeys, in_split, is_heldout, text_document
 
 CHATS = RecordKeys(messages="turns")
@@ -41,7 +42,9 @@ def test_a_line_without_a_text_says_what_is_wrong_and_where(line, kind, found):
 
 def test_a_line_with_turns_is_a_chat():
     turns = [{"role": "user", "content": "é"}, {"role": "assistant", "content": None, "tool_calls": []}]
-    assert parse(json.dumps({"turns": turns}), CHATS) == Document(name="a:2", messages=turns)
+    assert parse(json.dumps({"turns": turns}), CHATS) == Document(
+        name="a:2", chat=Chat(messages=[turns[0], {"role": "assistant", "tool_calls": []}])
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import shutil
 import numpy as np
 import pytest
 
-from megatron_dmtd.data.corpora.chat import ChatRenderer
+from megatron_dmtd.chats.template import ChatTemplates
+from megatron_dmtd.chats.turns import Chat
 from megatron_dmtd.data.corpora.documents import BadDocument, Document, is_heldout
 from megatron_dmtd.data.corpora.encoding import BlockEncoder, EncodingJob, sample_texts
 from megatron_dmtd.data.corpora.inputs import EntriesBlock
@@ -99,7 +100,9 @@ def test_bad_documents_are_handed_back_and_a_document_with_a_control_id_is_one(j
 
 
 def test_chats_are_what_the_template_writes_and_the_assistants_tokens_are_marked(folder, job):
-    block = EntriesBlock(documents=(Document(name="a", messages=CHAT), Document(name="b", messages=CHAT[:1])))
+    block = EntriesBlock(
+        documents=(Document(name="a", chat=Chat(messages=CHAT)), Document(name="b", chat=Chat(messages=CHAT[:1])))
+    )
     plain = BlockEncoder(job(chats=True))(block).splits["all"]
     marked = BlockEncoder(job(chats=True, assistant_loss=True))(block).splits["all"]
     tokenizer = load_tokenizer(folder)
@@ -112,7 +115,7 @@ def test_chats_are_what_the_template_writes_and_the_assistants_tokens_are_marked
 def test_a_chat_that_the_template_refuses_is_bad(folder, job, tmp_path):
     shutil.copytree(folder, tmp_path / "strict")
     (tmp_path / "strict" / "chat_template.jinja").write_text("{{ raise_exception('no such role') }}")
-    block = EntriesBlock(documents=(Document(name="a", messages=CHAT),))
+    block = EntriesBlock(documents=(Document(name="a", chat=Chat(messages=CHAT)),))
     made = BlockEncoder(job(chats=True, tokenizer_dir=str(tmp_path / "strict")))(block)
     assert made.num_documents == 0
     assert [(one.name, one.kind) for one in made.bad] == [("a", "no chat")] and "no such role" in made.bad[0].found
@@ -122,7 +125,7 @@ def test_texts_to_choose_an_encoder_by_are_the_first_and_not_too_many(folder):
     blocks = [block_of(["abc", "defg"]), block_of(["hij" * 100]), block_of(["never"])]
     assert sample_texts(iter(blocks), None, num_characters=50) == ["abc", "defg", ("hij" * 100)[:50]]
     chat = EntriesBlock(
-        documents=(Document(name="a", messages=CHAT[:1]), BadDocument(name="b", kind="empty", found="", required=""))
+        documents=(Document(name="a", chat=Chat(messages=CHAT[:1])), BadDocument(name="b", kind="empty", found="", required=""))
     )
-    renderer = ChatRenderer(load_tokenizer(folder))
+    renderer = ChatTemplates(load_tokenizer(folder))
     assert sample_texts(iter([chat]), renderer, num_characters=50) == ["<|im_start|>user\ncat<|im_end|>\n"]

@@ -62,7 +62,7 @@ def test_no_input_is_refused():
 def test_keys_are_carried_to_every_line(tmp_path):
     path = write(tmp_path, b'{"turns": [{"role": "user", "content": "hi"}]}\n')
     (chat,), _, _ = entries(path, keys=RecordKeys(messages="turns"))
-    assert chat.messages == [{"role": "user", "content": "hi"}]
+    assert chat.chat.messages == [{"role": "user", "content": "hi"}]
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):

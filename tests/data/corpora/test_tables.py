@@ -46,7 +46,7 @@ def test_nulls_and_other_types_in_parquet_are_bad(tmp_path):
 def test_chats_in_parquet_are_chats(tmp_path):
     turns = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]]
     (chat,), _, _ = entries(write_parquet(tmp_path / "a.parquet", turns, column="turns"), keys=RecordKeys(messages="turns"))
-    assert chat.messages == turns[0]
+    assert chat.chat.messages == turns[0]
 
 
 def test_a_parquet_file_without_the_column_is_refused_at_the_opening(tmp_path):

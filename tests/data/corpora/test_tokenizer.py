@@ -117,12 +117,14 @@ def test_flat_ids_are_the_batch_one_after_the_other(encoder):
     assert [array.size for array in encoder.encode_flat([])] == [0, 0]
 
 
-def test_each_id_knows_where_in_the_text_it_starts(encoder):
+def test_each_id_knows_where_in_the_text_it_lies(encoder):
     text = "the cat é x"
-    ids, starts = encoder.encode_with_starts(text)
+    ids, places = encoder.encode_with_places(text)
+    starts, ends = places[:, 0], places[:, 1]
     (expected,) = encoder.encode_batch([text])
     assert ids.tolist() == expected.tolist()
     assert starts[0] == 0 and starts[-1] >= text.index("x") - 1 and (np.diff(starts) >= 0).all()
+    assert (ends >= starts).all() and ends[-1] == len(text) and encoder.encode_with_places("")[1].shape == (0, 2)
 
 
 def test_the_vocabulary_of_a_unigram_model_is_counted_by_place():
