@@ -9,7 +9,9 @@ Kinds take turns in every round, a whole cycle of tokens each, so that drift of 
 over rounds. Caches are filled with random numbers instead of by a prompt: the time of a step depends on their length only.
 
 Columns: tokens/s; ratio to vanilla (median of the rounds' ratios); its limit by weight traffic, and the share of it; milliseconds
-of a cycle; those of its bare matrix products (same weights, same rows, fastest kernel, same round), and the share of them.
+of a cycle; the machine's limit for it, max(bytes / bandwidth, FLOPs / peak) of each pass, and the share of that; milliseconds of
+its bare matrix products (same weights, same rows, our fastest kernel, same round), and the share of those. Bandwidth and peak are
+measured at the start, as `machine.py` does; the bytes are weights and cached keys and values.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from megatron_dmtd.inference.ops.linear import DenseLinear
     from megatron_dmtd.inference.ops.protocol import Ops
     from megatron_dmtd.inference.weights import ModelWeights
+    from megatron_dmtd.platform.machine import Machine
 
 #: 1.1 GB of fp32 weights: too large for any cache, small enough for a workstation.
 MODEL = {
@@ -207,6 +210,27 @@ class BareProducts:
         return part_s[blocks] + CYCLE * part_s["sequential, a token"]
 
 
+def machine_limit_s(model: ModelWeights, kind: str, batch: int, context: int, limits: Machine) -> float:
+    """The least time for a cycle of `kind` on this machine: for each pass, reading or multiplying, whichever takes longer."""
+    parallel, sequential = (linears_of(model, pass_name) for pass_name in (PARALLEL, SEQUENTIAL))
+    dtype = model.head.weight.dtype  # peaks of the type that weights are stored in: the highest that a kernel may reach
+
+    def pass_s(linears: Sequence[DenseLinear], visits: int, rows: int) -> float:
+        weights = sum(linear.in_features * linear.out_features for linear in linears)
+        cached = visits * batch * context * 2 * model.schedule.decoder.layers[0].attention.key_size * model.embedding_VX.itemsize
+        return limits.seconds(
+            num_bytes=cached + sum(linear.num_bytes for linear in linears), flops=2 * rows * weights, dtype=dtype
+        )
+
+    num_parallel, num_sequential = (len(model.schedule.pass_visits(pass_name)) for pass_name in (PARALLEL, SEQUENTIAL))
+    if kind == VANILLA:
+        return CYCLE * pass_s([*parallel, *sequential, model.head], num_parallel + num_sequential, batch)
+    blocks = 2 if VARIANTS[kind][0] == "real" else 1
+    return pass_s(parallel, num_parallel, blocks * CYCLE * batch) + CYCLE * pass_s(
+        [*sequential, model.head], num_sequential, batch
+    )
+
+
 def traffic_limit(model: ModelWeights) -> float:
     """Bytes of weights that a vanilla cycle reads, over those of a cycle with one parallel pass."""
     parallel = sum(linear.num_bytes for linear in linears_of(model, PARALLEL))
@@ -221,7 +245,9 @@ def timed(run: Callable[[], None]) -> float:
     return clock() - start
 
 
-def cell(model: ModelWeights, kinds: Sequence[str], batch: int, context: int, options: argparse.Namespace) -> list[dict]:
+def cell(
+    model: ModelWeights, kinds: Sequence[str], batch: int, context: int, options: argparse.Namespace, limits: Machine
+) -> list[dict]:
     """Figures of every kind at one batch and context."""
     max_new = CYCLE * (options.rounds + 2)
     settings = {"kernels": options.kernels}
@@ -233,7 +259,15 @@ def cell(model: ModelWeights, kinds: Sequence[str], batch: int, context: int, op
         cycles = {kind: cycle_s(engine) for kind, engine in engines.items()}
         part_s = {name: timed(run) for name, run in parts.items()}
         rounds.append((cycles, {kind: bare.cycle_of(kind, part_s) for kind in kinds}))
-    return [_figures(model, kind, batch, context, rounds[1:]) for kind in kinds]
+    least_s = {kind: machine_limit_s(model, kind, batch, context, limits) for kind in kinds}
+    return [_figures(model, kind, batch, context, rounds[1:]) | _of_machine(least_s[kind], kind, rounds[1:]) for kind in kinds]
+
+
+def _of_machine(limit_s: float, kind: str, rounds: list) -> dict:
+    return {
+        "machine_limit_ms": 1e3 * limit_s,
+        "share_of_machine": limit_s / statistics.median(cycles[kind] for cycles, _ in rounds),
+    }
 
 
 def _figures(model: ModelWeights, kind: str, batch: int, context: int, rounds: list) -> dict:
@@ -261,13 +295,14 @@ def show(figures: list[dict]) -> None:
     """One line per figure."""
     print(
         f"{'batch':>5} {'context':>7} {'kind':24} {'tok/s':>8} {'ratio':>6} {'limit':>6} {'share':>6} "
-        f"{'cycle ms':>9} {'bare ms':>8} {'share':>6} {'fastest cycle / bare ms':>24}"
+        f"{'cycle ms':>9} {'machine':>8} {'share':>6} {'bare ms':>8} {'share':>6} {'fastest cycle / bare ms':>24}"
     )
     for row in figures:
         ratio, share = (f"{row[name]:6.2f}" if row[name] else "     -" for name in ("ratio", "share_of_traffic_limit"))
         print(
             f"{row['batch']:5} {row['context']:7} {row['kind']:24} {row['tokens_per_s']:8.2f} {ratio} "
-            f"{row['traffic_limit']:6.2f} {share} {row['cycle_ms']:9.1f} {row['bare_ms']:8.1f} {row['share_of_bare']:6.2f} "
+            f"{row['traffic_limit']:6.2f} {share} {row['cycle_ms']:9.1f} "
+            f"{row['machine_limit_ms']:8.1f} {row['share_of_machine']:6.2f} {row['bare_ms']:8.1f} {row['share_of_bare']:6.2f} "
             f"{row['fastest_cycle_ms']:14.1f} / {row['fastest_bare_ms']:7.1f}",
             flush=True,
         )
@@ -421,7 +456,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     clock_name = "CPU time" if options.cpu_time else "wall time"
     size = f"{weight_bytes / 1e9:.2f} GB of {options.matrix_dtype} weights"
     print(f"{size}, {options.threads} threads, {clock_name}, load at the start {load:.1f}", flush=True)
+    from megatron_dmtd.platform import machine
+
+    limits = machine.measure(torch.device("cpu"), dtypes=(getattr(torch, options.matrix_dtype),))
+    peak = limits.flops_per_s[getattr(torch, options.matrix_dtype)]
+    print(f"limits: {limits.bytes_per_s / 1e9:.1f} GB/s, {peak / 1e9:.0f} GFLOP/s", flush=True)
     results: dict = {"weight_bytes": weight_bytes, "threads": options.threads, "load": load}
+    results["limits"] = {"bytes_per_s": limits.bytes_per_s, "flops_per_s": peak}
     try:
         with torch.inference_mode():
             if options.alignment:
@@ -432,7 +473,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 results["cells"] = []
                 for batch in options.batches:
                     for context in options.contexts:
-                        figures = cell(model, options.kinds, batch, context, options)
+                        figures = cell(model, options.kinds, batch, context, options, limits)
                         show(figures)
                         results["cells"] += figures
             if options.profile:
