@@ -5,8 +5,9 @@ candidates take turns; and another product takes torch's place only if it was cl
 races always end the same way.
 
 The result is a file in the user's cache (`~/.cache/megatron_dmtd/products/`), under a digest of the processor and of torch: all
-processes of this machine, and all later ones, choose alike, which a resumed run needs in order to repeat the bits of the first.
-`tools/bench/machine.py` prints it. Where the cache cannot be written, each process measures for itself.
+processes of this machine, and all later ones, choose alike. A run keeps a copy beside its checkpoints and goes by that, so that
+it repeats its bits when it is resumed. `tools/bench/machine.py` prints the choices. Where the cache cannot be written, each
+process measures for itself.
 """
 
 from __future__ import annotations
@@ -130,8 +131,32 @@ def recorded(path: Path) -> Choices | None:
     return Choices(choices, path=path) if complete else None
 
 
-def choose(candidates: Callable[[torch.dtype], Mapping[str, Product]], path: Path) -> Choices:
-    """The recorded choices, measured and recorded first if there are none. Processes that start together measure once."""
+def choose(candidates: Callable[[torch.dtype], Mapping[str, Product]], path: Path, run_folder: Path | None = None) -> Choices:
+    """The recorded choices, measured and recorded first if there are none. Processes that start together measure once.
+
+    A run that keeps a copy in a folder of its own goes by it, so that it can be resumed when the cache has been emptied or
+    measured again. The copy has the machine's name: ranks on other machines, and later ones, keep their own beside it.
+    """
+    copy = run_folder / path.name if run_folder else None
+    if copy is not None and (found := recorded(copy)):
+        return found
+    choices = _of_the_machine(candidates, path)
+    if copy is not None:
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(copy, _text(choices))
+    return choices
+
+
+def _text(choices: Choices) -> str:
+    fields = {
+        "torch": torch.__version__,
+        "processor": list(cpu_facts())[:1],
+        "choices": [dataclasses.asdict(choice) for choice in choices.all],
+    }
+    return json.dumps(fields, indent=1) + "\n"
+
+
+def _of_the_machine(candidates: Callable[[torch.dtype], Mapping[str, Product]], path: Path) -> Choices:
     with contextlib.ExitStack() as stack:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,16 +165,12 @@ def choose(candidates: Callable[[torch.dtype], Mapping[str, Product]], path: Pat
             return recorded(path) or Choices(measured(candidates))
         if found := recorded(path):
             return found
-        choices = measured(candidates)
-        fields = {
-            "torch": torch.__version__,
-            "processor": list(cpu_facts())[:1],
-            "choices": list(map(dataclasses.asdict, choices)),
-        }
-        with contextlib.suppress(OSError):
-            write_atomically(path, json.dumps(fields, indent=1) + "\n")
-            return Choices(choices, path=path)
-        return Choices(choices)
+        choices = Choices(measured(candidates), path=path)
+        try:
+            write_atomically(path, _text(choices))
+        except OSError:
+            return Choices(choices.all)
+        return choices
 
 
 def measured(candidates: Callable[[torch.dtype], Mapping[str, Product]]) -> tuple[Choice, ...]:

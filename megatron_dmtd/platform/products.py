@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,10 +62,25 @@ def candidates(dtype: torch.dtype) -> Mapping[str, Product]:
     return {name: PRODUCTS[name] for name in names}
 
 
-@functools.cache
+class _Run:
+    """What this process works for."""
+
+    folder: Path | None = None
+
+
+def keep_choices_in(folder: Path | None) -> None:
+    """Go by the choices that are kept in a run's folder, and keep them there as soon as they are needed. None: no run."""
+    _Run.folder = folder
+
+
 def choices_of_this_machine() -> Choices:
     """The recorded decisions; measured when this machine first needs them."""
-    return choose(candidates, record_path())
+    return _choices(_Run.folder)
+
+
+@functools.cache
+def _choices(run_folder: Path | None) -> Choices:
+    return choose(candidates, record_path(), run_folder)
 
 
 def product(x: torch.Tensor, weight_OE: torch.Tensor, form: Form, bias_O: torch.Tensor | None = None) -> torch.Tensor:

@@ -17,6 +17,7 @@ from megatron_dmtd.data.batches.rows import RowSource
 from megatron_dmtd.errors import CheckpointError, ConfigError, DMTDError
 from megatron_dmtd.parallel.groups import rank_of_environment, world_size_of_environment
 from megatron_dmtd.platform import Platform
+from megatron_dmtd.platform.products import has_bf16_instructions
 from megatron_dmtd.training.checkpoints import paths
 from megatron_dmtd.training.checkpoints.compatibility import differences
 from megatron_dmtd.training.checkpoints.saving import Saver
@@ -302,6 +303,11 @@ def _throughput(run: RunState, log: RunLog) -> Throughput:
     return Throughput(run, peak_tflops=peak)
 
 
+def _tell_slow_products(run: RunState, log: RunLog) -> None:
+    if run.config.training.precision == "bf16" and not run.platform.is_cuda and not has_bf16_instructions():
+        log.message("bf16 is slower than fp32 on this processor, which has no instructions for it")
+
+
 def _tell_differences(config: Config, log: RunLog) -> None:
     directory = resume_directory(config)
     for difference in differences(config, saved_config(directory)) if directory is not None else []:
@@ -332,6 +338,7 @@ def run_training(
             rest = f"; nothing is left to do: training.steps = {config.training.steps}" if is_done else ""
             log.message(f"resumed at step {run.step}{rest}")
         _tell_differences(config, log)
+        _tell_slow_products(run, log)
         log.make_up(progress.unlogged)
         progress.unlogged = []
         trainer = Trainer(

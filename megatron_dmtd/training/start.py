@@ -14,6 +14,7 @@ from megatron_dmtd.data.corpora.tokenizer import check_mask
 from megatron_dmtd.errors import ConfigError, DMTDError
 from megatron_dmtd.parallel.groups import init_parallel, rank_of_environment
 from megatron_dmtd.platform import Platform
+from megatron_dmtd.platform.products import keep_choices_in
 from megatron_dmtd.training.checkpoints import paths
 from megatron_dmtd.training.checkpoints.checkpoint import load_checkpoint, load_weights
 from megatron_dmtd.training.checkpoints.compatibility import check_resumable, check_weights
@@ -25,6 +26,9 @@ from megatron_dmtd.training.progress import Progress
 from megatron_dmtd.training.rows import OpenSources, open_corpora
 from megatron_dmtd.training.setup import build_run
 from megatron_dmtd.training.state import RunState
+
+#: Beside a run's checkpoints: which library multiplies, by machine (`platform.choices`).
+PRODUCTS_FOLDER = "products"
 
 
 def resume_directory(config: Config) -> Path | None:
@@ -100,6 +104,7 @@ def locked_folders(config: Config, watchdog: Watchdog) -> Iterator[None]:
 def build(config: Config, platform: Platform, watchdog: Watchdog) -> tuple[RunState, Progress]:
     """The run's state and progress, new, or restored from its newest checkpoint, or with the weights of `init_from`."""
     _beat(config, watchdog, "building the model")
+    keep_choices_in(Path(config.checkpoint.dir) / PRODUCTS_FOLDER if config.checkpoint.dir else None)
     run = build_run(config, platform)
     progress = Progress.new(run.objective, device=platform.device)
     _beat(config, watchdog, "loading a checkpoint")

@@ -53,6 +53,20 @@ def test_choices_are_measured_once_and_then_read(tmp_path: Path, monkeypatch: py
     assert choices.recorded(path) is not None
 
 
+def test_a_run_goes_by_its_own_copy_whatever_happens_to_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "WIDTH", 32)
+    cache, run = tmp_path / "cache" / "machine.json", tmp_path / "run" / "products"
+    first = choices.choose(products.candidates, cache, run)
+    copy = run / "machine.json"
+    assert copy.read_text() == cache.read_text()
+    other = copy.read_text().replace('"product": "onednn"', '"product": "x"').replace('"product": "torch"', '"product": "onednn"')
+    cache.write_text(other.replace('"product": "x"', '"product": "torch"'))
+    assert choices.choose(products.candidates, cache).all != first.all
+    assert choices.choose(products.candidates, cache, run).all == first.all
+    cache.unlink()
+    assert choices.choose(products.candidates, cache, run).all == first.all and not cache.exists()
+
+
 def test_without_a_cache_the_choices_live_as_long_as_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "WIDTH", 32)
     (tmp_path / "file").write_text("")

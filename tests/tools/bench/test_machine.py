@@ -25,7 +25,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     for name, value in {"READ_BYTES": 8 << 20, "LOOP_REPEATS": 100_000, "WIDTH": {"cpu": 64}, "ROUNDS": 2}.items():
         monkeypatch.setattr(machine, name, value)
     monkeypatch.setattr(choices, "WIDTH", 32)
-    monkeypatch.setattr(products, "choices_of_this_machine", products.choices_of_this_machine.__wrapped__)
+    monkeypatch.setattr(products, "_choices", products._choices.__wrapped__)
     return module
 
 
