@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_dmtd.config import load_config
+from megatron_dmtd.config import make_parser, parse
 from megatron_dmtd.errors import DMTDError
 from megatron_dmtd.infra.console import ending_quietly
 from megatron_dmtd.launch.cost import estimate
@@ -27,6 +27,7 @@ from megatron_dmtd.launch.inputs import check_training
 from megatron_dmtd.launch.job import Job, read_job
 from megatron_dmtd.launch.site import Site, read_site
 from megatron_dmtd.launch.submit import require_acceptance, submit
+from megatron_dmtd.training.checkpoints.initial import run_config
 from megatron_dmtd.training.plan import Plan, describe, make_plan, require_memory
 
 _TOOLS_WITH_CHECKS = ("preprocess", "convert", "evaluate", "serve")
@@ -52,7 +53,9 @@ def _plan(job: Job, site: Site) -> Plan | None:
     """The plan of a training job; refuses what cannot run."""
     if not job.is_training:
         return None
-    plan = make_plan(load_config(job.options), world_size=job.num_ranks, on_gpu=job.uses_gpus)
+    parser = make_parser(description="")
+    config = run_config(parser, parse(parser, job.options), job.options)
+    plan = make_plan(config, world_size=job.num_ranks, on_gpu=job.uses_gpus)
     if job.uses_gpus and site.gpu_memory_gib:
         require_memory(plan, device_gib=site.gpu_memory_gib)
     return plan

@@ -10,9 +10,10 @@ bubble. Refuses what cannot run, with exit status 2.
 import json
 import sys
 
-from megatron_dmtd.config import make_parser, parse, to_config
+from megatron_dmtd.config import make_parser, parse
 from megatron_dmtd.errors import DMTDError
 from megatron_dmtd.infra.console import ending_quietly
+from megatron_dmtd.training.checkpoints.initial import run_config
 from megatron_dmtd.training.plan import describe, make_plan, require_memory, to_dict
 
 
@@ -27,7 +28,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     try:
         arguments = parse(parser)
-        plan = make_plan(to_config(arguments), world_size=arguments.world_size, on_gpu=not arguments.cpu)
+        plan = make_plan(run_config(parser, arguments), world_size=arguments.world_size, on_gpu=not arguments.cpu)
         if arguments.device_gib > 0:
             require_memory(plan, device_gib=arguments.device_gib)
     except DMTDError as error:

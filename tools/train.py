@@ -5,8 +5,9 @@
     torchrun --nproc-per-node 2 tools/train.py --config a.yaml --parallel.pipeline 2 --optimizer.lr 1e-4
 
 Settings come from YAML files and from options of the form --section.name; later ones override earlier ones. A run with
-`checkpoint.dir` resumes from its newest checkpoint when it is started again. Ctrl-C, SIGTERM and SIGUSR1, on any rank, save and
-stop it (docs/fault_tolerance.md).
+`checkpoint.dir` resumes from its newest checkpoint when it is started again. With `checkpoint.init_from`, a checkpoint or a
+Hugging Face directory, a new run starts from its weights, and settings of the model that are not given are its own. Ctrl-C,
+SIGTERM and SIGUSR1, on any rank, save and stop it (docs/fault_tolerance.md).
 """
 
 # Helper processes may import this file, and signals must be handled from the start: import nothing heavy at the top.
@@ -26,12 +27,14 @@ def main() -> int:
     signals.install()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank whose torchrun is gone would hold the run's lock for ever
         die_with(os.getppid(), number=signal.SIGTERM)
-    from megatron_dmtd.config import make_parser, parse, to_config, validate
+    from megatron_dmtd.config import make_parser, parse, validate
     from megatron_dmtd.errors import DMTDError
+    from megatron_dmtd.training.checkpoints.initial import run_config
 
     status = exit_codes.DONE
     try:
-        config = to_config(parse(make_parser(description=f"{__doc__}\n{exit_codes.describe()}")))
+        parser = make_parser(description=f"{__doc__}\n{exit_codes.describe()}")
+        config = run_config(parser, parse(parser))
         validate(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
         from megatron_dmtd.platform import prepare_megatron
 

@@ -1,7 +1,7 @@
 """Configuration: frozen sections, one validation, YAML and command line."""
 
 from megatron_dmtd.config.batch_size import batch_size, batch_size_stages, batch_sizes
-from megatron_dmtd.config.load import from_yaml, load_config, make_parser, parse, to_config, to_dict, to_yaml
+from megatron_dmtd.config.load import from_yaml, load_config, make_parser, parse, stated_keys, to_config, to_dict, to_yaml
 from megatron_dmtd.config.sections import (
     CheckpointConfig,
     Config,
@@ -34,6 +34,7 @@ __all__ = [
     "make_parser",
     "num_microbatches",
     "parse",
+    "stated_keys",
     "to_config",
     "to_dict",
     "to_yaml",

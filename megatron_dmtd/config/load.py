@@ -167,6 +167,15 @@ def load_config(arguments: Sequence[str]) -> Config:
     return to_config(parse(make_parser(description=""), arguments))
 
 
+def stated_keys(parser: jsonargparse.ArgumentParser, arguments: Sequence[str] | None = None) -> frozenset[str]:
+    """The dotted settings that YAML files and options set, rather than leaving them at their defaults.
+
+    The arguments are those that `parse` has accepted.
+    """
+    given = parser.parse_args(arguments, defaults=False)
+    return frozenset(key for key in known_keys() if key in given)
+
+
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """The configuration as plain nested dictionaries of JSON and YAML values."""
     return {section: _plain(values) for section, values in dataclasses.asdict(config).items()}

@@ -258,7 +258,8 @@ class CheckpointConfig:
     resume: bool = setting(True, resume=_HOW_IT_RUNS)
     """Continue from the checkpoint that `latest` in `dir` names, if there is one. False: `dir` must hold none."""
     init_from: str = setting("", resume=may_change("read only when a run starts"))
-    """A checkpoint whose model weights, and nothing else, start a new run. Empty: random weights."""
+    """A checkpoint, a run's `checkpoint.dir`, or a Hugging Face directory, whose model weights, and nothing else, start a new
+    run. Settings of `model` that are not given are taken from it. Empty: random weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,8 @@ from pathlib import Path
 from megatron_dmtd.config import Config
 from megatron_dmtd.data.batches.token_file import TokenFile
 from megatron_dmtd.errors import ConfigError, DataError
-from megatron_dmtd.training.checkpoints.paths import find_step_directory, latest_directory, step_of
+from megatron_dmtd.training.checkpoints.initial import find_initial
+from megatron_dmtd.training.checkpoints.paths import latest_directory, step_of
 
 
 def check_training(config: Config, *, inputs_come_later: bool) -> None:
@@ -34,4 +35,4 @@ def check_training(config: Config, *, inputs_come_later: bool) -> None:
             remedy="correct data.tokenizer",
         )
     if newest is None and config.checkpoint.init_from:
-        find_step_directory(config.checkpoint.init_from)
+        find_initial(config.checkpoint.init_from)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_dmtd.config import Config, validate
+from megatron_dmtd.config.decoder import decoder_of
 from megatron_dmtd.data.corpora.tokenizer import check_mask
 from megatron_dmtd.errors import ConfigError, DMTDError
 from megatron_dmtd.parallel.groups import init_parallel, rank_of_environment
@@ -18,6 +19,7 @@ from megatron_dmtd.platform.products import keep_choices_in
 from megatron_dmtd.training.checkpoints import paths
 from megatron_dmtd.training.checkpoints.checkpoint import load_checkpoint, load_weights
 from megatron_dmtd.training.checkpoints.compatibility import check_resumable, check_weights
+from megatron_dmtd.training.checkpoints.initial import find_initial
 from megatron_dmtd.training.checkpoints.run_lock import LEASE_S, locked
 from megatron_dmtd.training.health.consensus import raise_together
 from megatron_dmtd.training.health.watchdog import Watchdog
@@ -26,6 +28,7 @@ from megatron_dmtd.training.progress import Progress
 from megatron_dmtd.training.rows import OpenSources, open_corpora
 from megatron_dmtd.training.setup import build_run
 from megatron_dmtd.training.state import RunState
+from megatron_dmtd.weights.hf_directory import HFWeights
 
 #: Beside a run's checkpoints: which library multiplies, by machine (`platform.choices`).
 PRODUCTS_FOLDER = "products"
@@ -63,7 +66,15 @@ def check(config: Config, *, world_size: int, open_sources: OpenSources = open_c
     if (directory := resume_directory(config)) is not None:
         check_resumable(config, directory)
     elif config.checkpoint.init_from:
-        check_weights(config, paths.find_step_directory(config.checkpoint.init_from))
+        _check_initial(config)
+
+
+def _check_initial(config: Config) -> None:
+    """Refuse weights that are not those of this model; of a Hugging Face directory, tensor by tensor."""
+    source = find_initial(config.checkpoint.init_from)
+    check_weights(config, source)
+    if source.is_hugging_face:
+        HFWeights(source.directory, decoder_of(config.model))
 
 
 def prepare(config: Config, platform: Platform) -> RunState:

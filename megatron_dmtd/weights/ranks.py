@@ -1,4 +1,5 @@
-"""The weights of a model that is spread over several ranks, as one stream: what a running training passes to an engine.
+"""The weights of a model that is spread over several ranks: as one stream, which a running training passes to an engine, and
+from a directory, whose weights a training starts with.
 
 Every rank of the model calls `stream_ranks` and iterates over it together with the others: each tensor is gathered from the
 tensor-parallel ranks of the stage that holds it and sent to the other stages. Every rank sees the whole stream; memory grows by
@@ -8,13 +9,15 @@ one whole tensor.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
 
 from megatron_dmtd.models.initialization import global_name
 from megatron_dmtd.models.model import CycleModel
-from megatron_dmtd.weights.megatron_names import rules
+from megatron_dmtd.weights.hf_directory import HFWeights
+from megatron_dmtd.weights.megatron_names import EMBEDDING, HEAD, rules
 from megatron_dmtd.weights.specs import TensorSpec
 from megatron_dmtd.weights.streams import WeightStream
 
@@ -38,6 +41,33 @@ def stream_ranks(models: Sequence[CycleModel]) -> WeightStream:
         else:
             whole = torch.empty(spec.shape, dtype=spec.dtype, device=device)
         yield from rule.split(_sent(whole, owner))
+
+
+@torch.no_grad()
+def load_directory(models: Sequence[CycleModel], directory: str | Path) -> None:
+    """Fill this rank's stages with the weights of a Hugging Face directory, converted to the type of the parameters.
+
+    Not collective: each rank reads the tensors of which it holds a part; memory grows by one whole tensor. Raises as `HFWeights`.
+    """
+    decoder = models[0].schedule.decoder
+    weights, table = HFWeights(directory, decoder), {rule.megatron_name: rule for rule in rules(decoder)}
+    for model in models:
+        for local_name, parameter in model.named_parameters():
+            name = global_name(local_name, model)
+            rule = table[EMBEDDING if name == HEAD and decoder.tie_word_embeddings else name]
+            whole = torch.empty(rule.megatron_shapes[0], dtype=weights.stored[rule.hf[0][0]].dtype)
+            parameter.copy_(_share(rule.join(weights.files.read_into, whole), parameter, name))
+
+
+def _share(whole: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:
+    """The part of a whole tensor that this tensor-parallel rank holds: the inverse of `_whole`."""
+    dim, size = _split_dim(parameter), parallel_state.get_tensor_model_parallel_world_size()
+    if dim is None or size == 1:
+        return whole
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    if not name.endswith(_HALVES):
+        return whole.chunk(size, dim=dim)[rank]
+    return torch.cat([half.chunk(size, dim=dim)[rank] for half in whole.chunk(2, dim=dim)], dim=dim)
 
 
 def _owners(local: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, TensorSpec]]:

@@ -69,8 +69,8 @@ def assert_same_tensors(first, second) -> None:
     assert all(torch.equal(others[name], tensor) and others[name].dtype == tensor.dtype for name, tensor in tensors.items())
 
 
-def megatron_logits(checkpoint: str, tokens_BN: torch.Tensor) -> torch.Tensor:
-    """Logits of the model that the trainer builds and fills from a checkpoint. Runs on a rank."""
+def megatron_logits(checkpoint: str, tokens_BN: torch.Tensor, start_from: str = "") -> torch.Tensor:
+    """Logits of the model that the trainer builds and fills from a checkpoint, or from `start_from`. Runs on a rank."""
     from megatron_dmtd.parallel.groups import init_parallel
     from megatron_dmtd.platform import prepare_megatron
     from megatron_dmtd.training.checkpoints.checkpoint import load_weights
@@ -81,7 +81,7 @@ def megatron_logits(checkpoint: str, tokens_BN: torch.Tensor) -> torch.Tensor:
     config = replace(config, data=replace(config.data, seq_length=16, pad_token_id=0))
     init_parallel(config, platform)
     run = build_run(config, platform)
-    load_weights(run, checkpoint)
+    load_weights(run, start_from or checkpoint)
     with torch.no_grad():
         return run.model(tokens_BN, POSITIONS_BN, document_lengths=DOCUMENT_LENGTHS)
 
@@ -107,6 +107,8 @@ def test_an_imported_plain_decoder_computes_what_transformers_computes(tmp_path,
         documents = [theirs(TOKENS_BN[row : row + 1, part]).logits for row, part in ((0, slice(0, 8)), (1, slice(4, 16)))]
     torch.testing.assert_close(logits_BNV[:1, :8], documents[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits_BNV[1:, 4:], documents[1], rtol=1e-5, atol=1e-5)
+    (direct_BNV,) = run_ranks(1, megatron_logits, str(tmp_path / "start"), TOKENS_BN, str(tmp_path / "hf"))
+    assert torch.equal(direct_BNV, logits_BNV), "a directory starts a run as its import does, bit for bit"
 
 
 @pytest.mark.parametrize("tied", [True, False])

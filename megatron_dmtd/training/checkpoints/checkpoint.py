@@ -17,11 +17,13 @@ from megatron_dmtd.errors import CheckpointError
 from megatron_dmtd.infra import checksums
 from megatron_dmtd.training.checkpoints import paths
 from megatron_dmtd.training.checkpoints.compatibility import check_resumable, check_weights
+from megatron_dmtd.training.checkpoints.initial import find_initial
 from megatron_dmtd.training.checkpoints.saving import Saver
 from megatron_dmtd.training.checkpoints.sharded_state import model_state, restore, whole_state
 from megatron_dmtd.training.health.consensus import gathered
 from megatron_dmtd.training.progress import Progress
 from megatron_dmtd.training.state import RunState
+from megatron_dmtd.weights.ranks import load_directory
 
 
 def save_checkpoint(run: RunState, directory: str | Path, progress: Progress | None = None) -> Path:
@@ -74,16 +76,23 @@ def _saved_ranks(step_directory: Path) -> int:
     return sum(key.startswith("random_state/") for key in metadata.state_dict_metadata)
 
 
-def load_weights(run: RunState, path: str | Path) -> None:
-    """Start a new run from the model weights of a checkpoint, and nothing else.
-
-    Raises `CheckpointError` as `load_checkpoint` does. A checkpoint that holds weights alone (an import) may come without
-    checksums; a run's own may not.
-    """
-    step_directory = paths.find_step_directory(path)
-    check_weights(run.config, step_directory)
+def _load_weights_of_checkpoint(run: RunState, step_directory: Path) -> None:
     if paths.must_be_verified(step_directory):
         _verify_together(step_directory)
     state = _load({"model": model_state(run)}, step_directory)
     run.load_model_state(state["model"])
+
+
+def load_weights(run: RunState, path: str | Path) -> None:
+    """Start a new run from the model weights of a checkpoint or a Hugging Face directory, and nothing else.
+
+    Raises `CheckpointError` as `load_checkpoint` does. A checkpoint that holds weights alone (an import) may come without
+    checksums; a run's own may not. A directory raises as `HFWeights`.
+    """
+    source = find_initial(path)
+    check_weights(run.config, source)
+    if source.is_hugging_face:
+        load_directory(run.models, source.directory)
+    else:
+        _load_weights_of_checkpoint(run, source.directory)
     run.optimizer.reload_model_params()

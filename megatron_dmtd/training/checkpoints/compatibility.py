@@ -6,16 +6,15 @@ Each setting that differs is named, with whether the difference is allowed and w
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dmtd.config import Config
 from megatron_dmtd.config.metadata import Setting, settings
 from megatron_dmtd.errors import CheckpointError
+from megatron_dmtd.training.checkpoints.initial import Initial
 from megatron_dmtd.weights.checkpoint_files import saved_config
-
-#: the section that must agree for weights alone. The method may differ: it adds no parameters.
-_WEIGHTS = "model"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,8 +75,8 @@ def check_resumable(config: Config, step_directory: Path) -> Config:
     return saved
 
 
-def check_weights(config: Config, step_directory: Path) -> None:
-    """Raise `CheckpointError` if a checkpoint's weights do not fit this model. The method may differ: it adds no parameters."""
-    found = differences(config, saved_config(step_directory))
-    refused = [d for d in found if d.setting.key.startswith(f"{_WEIGHTS}.") and d.refused]
-    _refuse(refused, [], step_directory, remedy="correct the model's settings, or name another checkpoint")
+def check_weights(config: Config, source: Initial) -> None:
+    """Raise `CheckpointError` if the weights of a model on disk do not fit. The method may differ: it adds no parameters."""
+    found = differences(config, dataclasses.replace(config, model=source.model))
+    refused = [difference for difference in found if difference.refused]
+    _refuse(refused, [], source.directory, remedy="leave out or correct the model's settings, or name another checkpoint")

@@ -135,6 +135,7 @@ def test_a_checkpoint_of_another_model_or_method_is_refused_field_by_field(corpu
 
     prepare_megatron()
     from megatron_dmtd.training.checkpoints.checkpoint import check_resumable, check_weights
+    from megatron_dmtd.training.checkpoints.initial import find_initial
 
     config = _config(corpus, tmp_path / "run")
     run_ranks(1, train_to, config, 1)
@@ -144,9 +145,9 @@ def test_a_checkpoint_of_another_model_or_method_is_refused_field_by_field(corpu
         check_resumable(with_settings(config, model={"intermediate_size": 64}), directory)
     with pytest.raises(CheckpointError, match=r"cycle\.variant = bidirectional-refresh in the checkpoint, causal-refresh"):
         check_resumable(with_settings(config, cycle={"variant": "causal-refresh"}), directory)
-    check_weights(with_settings(config, cycle={"variant": "causal-refresh"}), directory)
+    check_weights(with_settings(config, cycle={"variant": "causal-refresh"}), find_initial(directory))
     with pytest.raises(CheckpointError, match=r"model\.num_layers = 4 in the checkpoint, 5"):
-        check_weights(with_settings(config, model={"num_layers": 5}), directory)
+        check_weights(with_settings(config, model={"num_layers": 5}), find_initial(tmp_path / "run"))
 
 
 @pytest.mark.multiprocess

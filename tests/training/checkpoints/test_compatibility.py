@@ -8,6 +8,8 @@ from megatron_dmtd.config.metadata import settings
 from megatron_dmtd.errors import CheckpointError
 from megatron_dmtd.training.checkpoints import paths
 from megatron_dmtd.training.checkpoints.compatibility import check_resumable, check_weights, differences
+from megatron_dmtd.training.checkpoints.initial import Initial
+from megatron_dmtd.weights.checkpoint_files import saved_config
 from tests.support.tiny import tiny_config, with_settings
 
 
@@ -68,15 +70,19 @@ def test_the_precision_may_change_with_the_distributed_optimizer_alone(tmp_path:
                 check_resumable(changed, tmp_path)
 
 
+def _initial(saved: Path) -> Initial:
+    return Initial(directory=saved, model=saved_config(saved).model, is_hugging_face=False)
+
+
 def test_weights_must_have_the_models_shape_and_nothing_else(saved: Path) -> None:
-    check_weights(tiny_config("vanilla", data={"seq_length": 64}, model={"init_std": 1.0}), saved)
+    check_weights(tiny_config("vanilla", data={"seq_length": 64}, model={"init_std": 1.0}), _initial(saved))
     with pytest.raises(CheckpointError, match=r"model.num_layers = 4 in the checkpoint, 5 in this run"):
-        check_weights(tiny_config(model={"num_layers": 5}), saved)
+        check_weights(tiny_config(model={"num_layers": 5}), _initial(saved))
 
 
 def test_a_setting_of_a_nested_section_is_named_by_itself(saved: Path) -> None:
     scaled = tiny_config(model={"rope_scaling": RopeScaling(rope_type="linear", factor=2.0)})
     with pytest.raises(CheckpointError) as caught:
-        check_weights(scaled, saved)
+        check_weights(scaled, _initial(saved))
     assert "model.rope_scaling.rope_type = default in the checkpoint, linear in this run (another model)" in caught.value.found
     assert "model.rope_scaling.factor = 1.0 in the checkpoint, 2.0 in this run (another model)" in caught.value.found
