@@ -8,6 +8,7 @@
     python tools/preprocess.py verify data/corpus --tokenizer tokenizer
     python tools/preprocess.py inspect data/corpus --tokenizer tokenizer --document 3
     python tools/preprocess.py packing data/corpus --seq-length 4096
+    python tools/preprocess.py rows data/corpus --tokenizer tokenizer --seq-length 256
 
 The first command writes data/corpus.bin, .idx and .json (a manifest); with a held-out fraction there are two sets of files,
 -train and -heldout. A document's name alone decides whether it is held out, so the split is the same in every run and on every
@@ -21,11 +22,15 @@ interrupted.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from megatron_dmtd.data.batches.packing import Packing
 from megatron_dmtd.data.corpora.documents import RecordKeys
 from megatron_dmtd.data.corpora.preprocess import PreprocessOptions, Result, preprocess
 from megatron_dmtd.data.corpora.sources import open_inputs
@@ -193,7 +198,6 @@ def _inspect(arguments: Sequence[str]) -> int:
 
 def _packing(arguments: Sequence[str]) -> int:
     from megatron_dmtd.data.batches.dataset import PackedDataset
-    from megatron_dmtd.data.batches.packing import Packing
 
     parser = argparse.ArgumentParser(
         prog="preprocess.py packing", description="Show how much padding and how many cut documents each packing method causes."
@@ -215,7 +219,63 @@ def _packing(arguments: Sequence[str]) -> int:
     return 0
 
 
-_COMMANDS = {"merge": _merge, "verify": _verify, "inspect": _inspect, "packing": _packing}
+def _rows_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="preprocess.py rows",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Show packed rows as training reads them: text, borders of documents, cycles, targets, padding.\n\n"
+        "  python tools/preprocess.py rows data/corpus-train --tokenizer tokenizer --seq-length 256 --packing best-fit\n"
+        "  python tools/preprocess.py rows --config recipe.yaml --row 40 --count 8      # rows 40 to 47 of that run\n\n"
+        "`|` marks the start of a cycle; [tokens] are not targets (grey on a terminal); a dot is a slot of padding; after an\n"
+        "arrow comes the target of the last slot of a document's part.",
+    )
+    add = parser.add_argument
+    add("prefix", nargs="*", help="token files that form one corpus (default: data.train of --config)")
+    add("--config", help="a recipe or a checkpoint's config.yaml, whose settings count where no option is given")
+    add("--held-out", action="store_true", help="show data.valid of --config")
+    add("--tokenizer", help="folder of the tokenizer that made the files")
+    add("--row", type=int, default=0, help="first row to show, counted over all epochs (default: 0)")
+    add("--count", type=int, default=1, help="number of rows (default: 1)")
+    add("--seq-length", type=int, help="slots per row")
+    add("--cycle-length", type=int, help="tokens per cycle (default: 4)")
+    add("--packing", choices=get_args(Packing), help="how documents fill rows (default: concatenate)")
+    add("--shuffle-seed", type=int, help="seed of the order of documents (default: 1234)")
+    add("--slots", action="store_true", help="a table with a line per slot instead of running text")
+    add("--html", metavar="FILE", help="write a page instead; pointing at a token shows its slot, position, ids and target")
+    add("--color", choices=("auto", "always", "never"), default="auto", help="default: auto, on a terminal")
+    return parser
+
+
+def _rows(arguments: Sequence[str]) -> int:
+    from megatron_dmtd.data.corpora.row_view import slot_lines, text_lines, to_html, view_row
+    from megatron_dmtd.data.corpora.shown_rows import RowOptions, open_rows
+    from megatron_dmtd.data.corpora.tokenizer import load_tokenizer
+    from megatron_dmtd.infra.files import write_atomically
+
+    parser = _rows_parser()
+    parsed = parser.parse_args(arguments)
+    if parsed.row < 0 or parsed.count < 1:
+        parser.error("--row counts from 0, and --count from 1")
+    fields = {item.name for item in dataclasses.fields(RowOptions)}
+    shown = open_rows(RowOptions(**{name: value for name, value in vars(parsed).items() if name in fields}))
+    tokenizer = load_tokenizer(shown.tokenizer)
+    views = (
+        view_row(shown.rows, index, tokenizer=tokenizer, cycle_length=shown.cycle_length)
+        for index in range(parsed.row, parsed.row + parsed.count)
+    )
+    if parsed.html:
+        write_atomically(Path(parsed.html), to_html(list(views)))
+        return 0
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may know fewer characters than the corpus
+    is_colored = parsed.color == "always" or (parsed.color == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+    for view in views:
+        for line in (slot_lines if parsed.slots else text_lines)(view, color=is_colored):
+            print(line)
+    return 0
+
+
+_COMMANDS = {"merge": _merge, "verify": _verify, "inspect": _inspect, "packing": _packing, "rows": _rows}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

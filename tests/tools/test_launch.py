@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,13 @@ def site(tmp_path):
     path = tmp_path / "site.env"
     path.write_text(site_text(tmp_path))
     return ["--site", str(path)]
+
+
+def fake_checkpoint(directory: Path) -> None:
+    """What the launcher reads of a checkpoint of `train-cpu`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "metadata.json").touch()
+    (directory / "config.yaml").write_text((ROOT / "examples/quickstart/bidirectional-refresh.yaml").read_text())
 
 
 def script(name: str) -> str:
@@ -44,8 +52,7 @@ def test_options_after_the_dashes_change_layout_and_cost(site, capsys):
 def test_the_cost_is_that_of_the_remaining_steps_at_the_logged_speed(site, tmp_path, capsys):
     directory = tmp_path / "run/checkpoints/step_00000100"
     directory.mkdir(parents=True)
-    for name in ("metadata.json", "config.yaml"):
-        (directory / name).touch()
+    fake_checkpoint(directory)
     (tmp_path / "run/checkpoints/latest").write_text(directory.name)
     lines = [{"step": 99, "step_time_s": 30.0}, {"step": 100, "step_time_s": 36.0}, {"step": 101, "step_time_s": 90.0}]
     (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -118,8 +125,7 @@ def work(tmp_path):
 def make_checkpoint(folder, step: int) -> None:
     directory = folder / f"step_{step:08d}"
     directory.mkdir(parents=True)
-    for name in ("metadata.json", "config.yaml"):
-        (directory / name).touch()
+    fake_checkpoint(directory)
     (folder / "latest").write_text(directory.name)
 
 
@@ -135,10 +141,10 @@ UNREADY = {
     "valid": ("train-cpu", ["--", "--data.valid", "[nope]"], "no file nope.bin"),
     "tokenizer": ("train-cpu", ["--", "--data.tokenizer", "nope"], "no directory nope (data.tokenizer)"),
     "weights": ("train-cpu", ["--", "--checkpoint.init_from", "nope"], "no directory nope"),
-    "weights-of-a-model": (
+    "weights-of-a-damaged-model": (
         "train-cpu",
         ["--", "--checkpoint.init_from", "Qwen3-4B-Base"],
-        "with neither metadata.json nor latest",
+        "Qwen3-4B-Base/config.json cannot be read",
     ),
     "texts": ("preprocess", ["--", "--input", "nope/*.jsonl"], "no file that matches nope/*.jsonl"),
     "their-tokenizer": ("preprocess", ["--", "--tokenizer", "nope"], "no directory nope (--tokenizer)"),

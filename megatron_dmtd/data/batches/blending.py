@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from megatron_dmtd.data.batches.dataset import PackedDataset
+from megatron_dmtd.data.batches.packing import Piece
 from megatron_dmtd.data.batches.rows import Row
 from megatron_dmtd.errors import ConfigError
 from megatron_dmtd.infra.digests import stable_hash
@@ -95,6 +96,11 @@ class BlendedDataset:
         assert index >= 0, index
         corpus, row = self._schedule.place(index)
         return self.datasets[corpus][row]
+
+    def pieces(self, index: int) -> list[tuple[str, Piece]]:
+        """What row `index` of the blend is made of: see `PackedDataset.pieces`."""
+        corpus, row = self._schedule.place(index)
+        return self.datasets[corpus].pieces(row)
 
     @property
     def rows_per_epoch(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -190,6 +190,20 @@ class PackedDataset:
         pieces = self._plan(epoch).row(row)
         read_loss = self._read_loss if any(marks is not None for marks in self._marks) else None
         return fill_row(pieces, self._read, seq_length=self.seq_length, pad_token_id=self.pad_token_id, read_loss=read_loss)
+
+    def pieces(self, index: int) -> list[tuple[str, Piece]]:
+        """What row `index` is made of: of each piece the prefix of its token file (empty for padding), and the piece, whose
+        document is numbered as in that file.
+        """
+        epoch, row = divmod(index, self.rows_per_epoch)
+        found = []
+        for piece in self._plan(epoch).row(row):
+            if piece.document == PADDING:
+                found.append(("", piece))
+            else:
+                nth, in_file = self._place(piece.document)
+                found.append((self._files[nth].prefix, replace(piece, document=in_file)))
+        return found
 
     def padding_row(self) -> Row:
         """A row without a target: what fills the last batch of an evaluation."""

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from megatron_dmtd.cycle import is_cycle_head
 from megatron_dmtd.data.batches.manifest import Manifest, loss_prefix, read_manifest
 from megatron_dmtd.data.batches.token_file import TokenFile
+from megatron_dmtd.data.corpora.token_texts import token_texts
 from megatron_dmtd.data.corpora.tokenizer import load_tokenizer, tokenizer_sha256
 from megatron_dmtd.errors import DataError
 
@@ -146,7 +147,7 @@ def inspect(prefix: str, documents: range, *, tokenizer_dir: str, cycle_length: 
         ids_N = file.read(document, 0, num_tokens)
         target_N = np.ones(num_tokens, bool) if marks is None else marks.read(document, 0, num_tokens) == 1
         target_N[:1] = False
-        texts = [str(tokenizer.decode([token_id], skip_special_tokens=False)) for token_id in ids_N.tolist()]
+        texts = token_texts(tokenizer, ids_N.tolist())
         yield f"document {document}: {num_tokens} tokens, {int(target_N.sum())} targets"
         yield _marked(texts, target_N, cycle_length=cycle_length, color=color)
 
