@@ -14,7 +14,7 @@ from jsonargparse import ArgumentParser
 
 from megatron_dmtd.config import Config, ModelConfig, stated_keys, to_config
 from megatron_dmtd.config.metadata import settings
-from megatron_dmtd.errors import CheckpointError, ConfigError
+from megatron_dmtd.errors import CheckpointError, ConfigError, ModelError
 from megatron_dmtd.families import read_directory
 from megatron_dmtd.training.checkpoints import paths
 from megatron_dmtd.weights.checkpoint_files import CONFIG_FILE, METADATA_FILE, saved_config
@@ -76,9 +76,9 @@ def with_shape(config: Config, stated: Collection[str]) -> Config:
         return _filled(config, stated, saved_config(newest).model)
     try:
         source = find_initial(config.checkpoint.init_from)
-    except CheckpointError:
+    except (CheckpointError, ModelError):
         if all(f"model.{name}" in stated for name in _CORE):
-            return config  # as before its weights are there: a plan can be made, and training will refuse
+            return config  # before its weights are there, or whole, a plan can be made; training refuses
         raise
     _refuse_another_model(config, stated, source)
     return _filled(config, stated, source.model)

@@ -29,6 +29,9 @@ from tests.support.tiny import tiny_config, with_settings
 
 pytestmark = pytest.mark.multiprocess
 
+_MOMENT = "optimizer.state.exp_avg."
+#: fp32 copies of weights in bf16, with the distributed optimizer and without
+_COPIES = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 #: a run of two steps is resumed with these changes, and makes one more
 SAVED = 2
 OPTIMIZER: dict[str, dict[str, dict[str, Any]]] = {
@@ -49,14 +52,21 @@ OPTIMIZER: dict[str, dict[str, dict[str, Any]]] = {
         "optimizer": {"lr": 0.01, "min_lr": 0.0, "beta1": 0.7, "beta2": 0.8, "eps": 1e-4, "weight_decay": 2.0, "clip_grad": 0.0}
     },
 }
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+#: processes, and settings by section
+LAYOUTS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "one": (1, {}),
-    "tensor": (2, {"tensor": 2}),
-    "pipeline": (2, {"pipeline": 2}),
+    "tensor": (2, {"parallel": {"tensor": 2}}),
+    "sequence": (2, {"parallel": {"tensor": 2, "sequence_parallel": True}}),
+    "pipeline": (2, {"parallel": {"pipeline": 2}}),
+    "virtual": (2, {"parallel": {"pipeline": 2, "virtual_stages": 2}}),
     "data": (2, {}),
+    # fp32 copies of the weights, which another class of Megatron's keeps
+    "bf16": (1, {"training": {"precision": "bf16"}}),
+    "bf16-data": (2, {"training": {"precision": "bf16"}}),
+    "frozen": (2, {"parallel": {"pipeline": 2}, "training": {"freeze_embeddings": True}}),
 }
-#: in the quick run every layout and both optimizers occur, not every pair of them
-QUICK = {("one", True), ("one", False), ("tensor", True), ("pipeline", False), ("data", True)}
+#: in the quick run every layout of weights and both optimizers occur, not every pair of them
+QUICK = {("one", True), ("one", False), ("tensor", True), ("pipeline", False), ("data", True), ("bf16", False)}
 PAIRS = [
     pytest.param(layout, flag, id=f"{layout}-{name}", marks=[] if (layout, flag) in QUICK else pytest.mark.slow)
     for layout in LAYOUTS
@@ -110,15 +120,16 @@ def _session(config: Config, changes: Mapping[str, Mapping[str, Any]], root: str
 
 
 def _weights(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The fp32 weights that the optimizer updates, by name."""
-    return {name: value.double() for name, value in tensors.items() if not name.startswith("optimizer.")}
+    """The fp32 weights that the optimizer updates, by name: copies of those in bf16."""
+    updated = {name.removeprefix(_MOMENT) for name in tensors if name.startswith(_MOMENT)}
+    copies = {name: copy for copy in tensors for name in updated if copy in (f"{kind}{name}" for kind in _COPIES)}
+    return {name: tensors[copies.get(name, name)].double() for name in updated}
 
 
 def _gradients(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], *, beta1: float) -> dict[str, torch.Tensor]:
     """What a step whose first moments are known must have seen, after clipping."""
     return {
-        name: (after[f"optimizer.state.exp_avg.{name}"].double() - beta1 * before[f"optimizer.state.exp_avg.{name}"].double())
-        / (1 - beta1)
+        name: (after[_MOMENT + name].double() - beta1 * before[_MOMENT + name].double()) / (1 - beta1)
         for name in _weights(before)
     }
 
@@ -134,7 +145,7 @@ def _assert_adamw(
     ours, step = config.optimizer, SAVED + 1
     lr, weights, found = _lr(config, SAVED), _weights(before), _weights(after)
     for name, gradient in gradients.items():
-        first = ours.beta1 * before[f"optimizer.state.exp_avg.{name}"].double() + (1 - ours.beta1) * gradient
+        first = ours.beta1 * before[_MOMENT + name].double() + (1 - ours.beta1) * gradient
         second = ours.beta2 * before[f"optimizer.state.exp_avg_sq.{name}"].double() + (1 - ours.beta2) * gradient**2
         decay = 0.0 if "layernorm" in name else ours.weight_decay
         denominator = (second / (1 - ours.beta2**step)).sqrt() + ours.eps
@@ -183,8 +194,9 @@ def test_every_setting_of_the_optimizer_is_tried() -> None:
 def test_the_next_step_and_the_next_save_follow_the_optimizers_settings(
     layout: str, is_distributed: bool, corpus: tuple[str, str], tmp_path: Path
 ) -> None:
-    world_size, parallel = LAYOUTS[layout]
-    config = _config(corpus, parallel=parallel | {"distributed_optimizer": is_distributed})
+    world_size, sections = LAYOUTS[layout]
+    config = _config(corpus, **sections)
+    config = with_settings(config, parallel={"distributed_optimizer": is_distributed})
     norms = run_ranks(world_size, _session, config, {"same": {}} | OPTIMIZER, str(tmp_path))[0]
     assert norms.keys() == {"same", *OPTIMIZER}
     assert {norms[name] for name in OPTIMIZER} == {norms["same"]} and norms["same"] > config.optimizer.clip_grad
