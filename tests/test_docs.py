@@ -248,7 +248,7 @@ PRINTING = [path for path in PAGES if path != LOG_MD] + COMMANDS
 PRINTING += sorted((ROOT / "examples").rglob("*.s*")) + sorted((ROOT / "examples").rglob("*.yaml"))
 SUBCOMMANDS = {
     "tools/convert.py": {"import", "export", "inspect", "verify", "diff"},
-    "tools/preprocess.py": {"verify", "inspect", "packing", "merge"},
+    "tools/preprocess.py": {"verify", "inspect", "packing", "rows", "merge"},
     "tools/digests.py": {"record", "compare"},
 }
 _USE = re.compile(r"(?:^|[\s`(])(tools/(?:bench/)?\w+\.py)((?: [^`#\n|;]*)?)", re.MULTILINE)
