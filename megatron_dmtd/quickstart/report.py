@@ -250,10 +250,10 @@ def draw_curves(plan: Plan, decoding: Mapping[str, Any], large: Mapping[str, Any
             values = [r[f"eval_loss_phase_{index}"] for r in evaluations]
             middle.plot(steps, values, style, marker="o", markersize=3, color=f"C{index}", label=f"{model}, phase {index}")
     left.set(title="Loss", xlabel="step", ylabel="nats per token", yscale="log")
-    for set_format in (left.yaxis.set_major_formatter, left.yaxis.set_minor_formatter):
-        set_format("{x:g}")
-    middle.set(title="Held-out loss by phase of the cycle", xlabel="step")
+    middle.set(title="Held-out loss by phase of the cycle", xlabel="step", yscale="log")
     for axis in (left, middle):
+        for set_format in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+            set_format("{x:g}")
         axis.legend(fontsize="small")
         axis.grid(alpha=0.3, which="both")
     _draw_speed(right, plan, decoding, large)

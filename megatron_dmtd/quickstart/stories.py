@@ -1,4 +1,4 @@
-"""The text of the quickstart: short stories made by a grammar from about 350 words, the same ones on every machine.
+"""The text of the quickstart: short stories made by a grammar from about 200 words, the same ones on every machine.
 
     python -m megatron_dmtd.quickstart.stories quickstart/data/stories.jsonl --count 16000
 
@@ -19,33 +19,23 @@ from megatron_dmtd.infra.files import replacing
 from megatron_dmtd.infra.json_lines import to_line
 
 #: of a name: she or he
-NAMES = {
-    "she": ("Mia", "Lily", "Anna", "Nora", "Ella", "Rosa", "Zoe", "Ivy"),
-    "he": ("Tom", "Ben", "Max", "Leo", "Sam", "Finn", "Otto", "Paul"),
-}
+NAMES = {"she": ("Mia", "Lily", "Anna"), "he": ("Tom", "Ben", "Max")}
 FORMS = {"she": ("she", "her", "her"), "he": ("he", "him", "his")}
-ANIMALS = ("fox", "bear", "rabbit", "mouse", "duck", "frog", "cat", "dog", "goat", "owl", "hedgehog", "squirrel")
-TRAITS = ("little", "brave", "shy", "clever", "kind", "hungry", "curious", "gentle", "lazy", "merry")
-HOMES = ("forest", "village", "valley", "garden", "barn", "cave", "meadow", "castle")
-PLACES = ("river", "lake", "hill", "market", "old mill", "bridge", "beach", "well")
-COLOURS = ("red", "blue", "green", "yellow", "white", "golden")
-TOYS = ("ball", "kite", "boat", "drum", "hat", "lamp", "bell", "book")
-FOOD = ("apple", "pear", "cake", "nut", "plum", "cookie", "carrot", "berry")
-HOBBIES = ("sing", "dance", "swim", "climb trees", "tell jokes", "paint", "play the flute", "count the stars")
-WEATHER = ("sunny", "rainy", "windy", "cold", "warm", "foggy", "quiet")
-TIMES = ("morning", "afternoon", "evening", "day")
-NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven")
-SPOTS = ("hole", "tree", "bush", "pond", "net", "chimney")
-TOOLS = ("rope", "stick", "ladder", "blanket", "basket")
-MORALS = (
-    "it is good to share",
-    "a friend is worth more than gold",
-    "you should never give up",
-    "asking for help is not a shame",
-    "even the smallest can be brave",
-    "kind words cost nothing",
-)
-TITLES = ("Once upon a time", "Long ago", "Many years ago", "One summer")
+ANIMALS = ("fox", "bear", "rabbit", "duck", "cat", "dog", "owl", "hedgehog")
+TRAITS = ("little", "brave", "clever", "kind", "hungry", "old")
+HOMES = ("forest", "village", "garden", "cave")
+PLACES = ("river", "hill", "market", "bridge", "beach")
+COLOURS = ("red", "blue", "green", "golden")
+TOYS = ("ball", "kite", "boat", "drum", "hat")
+FOOD = ("apple", "cake", "nut", "cookie", "berry")
+HOBBIES = ("sing", "dance", "swim", "climb trees", "tell jokes", "count the stars")
+WEATHER = ("sunny", "rainy", "windy", "cold")
+TIMES = ("morning", "afternoon", "evening")
+NUMBERS = ("no", "one", "two", "three", "four", "five")
+SPOTS = ("hole", "tree", "bush", "net")
+TOOLS = ("rope", "stick", "ladder", "basket")
+MORALS = ("it is good to share", "a friend is worth more than gold", "you should never give up", "kind words cost nothing")
+TITLES = ("Once upon a time", "Long ago")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +121,7 @@ def _meeting(draw: random.Random, hero: Figure, friend: Figure, place: str) -> s
 
 
 def _giving(draw: random.Random, hero: Figure, friend: Figure) -> list[str]:
-    food, number = draw.choice(FOOD), draw.randint(2, 7)
+    food, number = draw.choice(FOOD), draw.randint(2, 5)
     given = draw.randint(1, number - 1)
     left = number - given
     return [
@@ -224,7 +214,7 @@ def story(draw: random.Random) -> str:
             f"One {draw.choice(TIMES)} {hero.nominative} walked to the {place} to {draw.choice(HOBBIES)}.",
         )
     )
-    events = draw.sample(EVENTS, draw.choice((1, 1, 2)))
+    events = draw.sample(EVENTS, draw.choice((1, 2)))
     middle = [" ".join(event(draw, hero, friend)) for event in events]
     first = " ".join([*_opening(draw, hero), walk, _meeting(draw, hero, friend, place)])
     return "\n".join([first, *middle, " ".join(_ending(draw, hero, friend))]) + "\n"
