@@ -24,7 +24,7 @@ def test_they_are_the_same_on_every_machine_and_no_two_are_equal(tmp_path):
     assert text == (tmp_path / "second.jsonl").read_text()
     found = [json.loads(line)["text"] for line in text.splitlines()]
     assert len(set(found)) == 300
-    assert found[0].startswith("Once upon a time there lived a kind cat in a barn. Everybody called him Sam.")
+    assert found[0].startswith("Once upon a time there lived a hungry fox in a village. Everybody called him Tom.")
 
 
 def test_a_story_has_two_figures_whose_pronouns_stay(stories):
