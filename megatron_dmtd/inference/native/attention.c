@@ -1,80 +1,120 @@
-/* Attention of few rows over pages, read in place.
+/* Attention of rows over pages, read in place: of a few rows of many requests, and of whole pieces of prompts.
  *
  * Shapes follow the Python caller (ops/native_ops.py): R rows of a pass, H query heads, G key/value heads, D head width,
  * T entries per page. K pages are [G][D][T], V pages are [G][T][D]. T and D are multiples of 16. Integers are int64.
+ *
+ * The queries of a chunk are taken in blocks, the entries in segments that begin at multiples of SEGMENT. Each segment gives a sum of
+ * its own, and the sums are merged in their order; so what a row gets does not depend on which thread computed what, nor on the
+ * other rows.
  */
+#include <omp.h>
+
 #include "vectors.h"
 
-/* What stays in registers: sums of MAX_QUERIES queries times STEP entries. */
+/* What stays in registers: sums of MAX_QUERIES queries times up to MAX_VECTORS vectors of entries, or of an output. */
 #ifdef __AVX512F__
 #define MAX_QUERIES 8
 #else
 #define MAX_QUERIES 4
 #endif
-#define STEP 16
-#define VECTORS (STEP / LANES)
+#define MAX_VECTORS 2
+/* Entries whose scores are held at once. */
+#define SEGMENT 256
+#define MAX_TILES (SEGMENT / LANES)
+/* Queries, all heads counted, that pass over the entries together. */
+#define BLOCK_QUERIES 32
+/* With fewer pieces of work for each thread, those of a long text are divided by its segments. */
+#define PIECES_PER_THREAD 4
 
-/* Scores of NQ queries with the T entries of one page. Score rows lie `stride` apart. The next page is fetched meanwhile: pages of
-   one key head lie far apart. */
-INLINE void score_page(const float *q, const float *k_page, const float *next, float *scores, i64 stride, i64 D, i64 T,
-                       const int NQ) {
-  for (i64 t = 0; t < T; t += STEP) {
-    vec acc[MAX_QUERIES][VECTORS];
+#define NOTHING (-3.0e38f)
+
+/* A vector's worth of neighbouring entries: where their keys and values begin. */
+typedef struct {
+  const float *keys, *values;
+} Tile;
+
+/* Scores of NQ queries with V tiles. Score rows lie SEGMENT apart. Keys of the next tiles and values of these are fetched meanwhile. */
+INLINE void score_tiles(const float *q, const Tile *tiles, const Tile *next, float *scores, i64 D, i64 T, const int NQ,
+                        const int V) {
+  vec acc[MAX_QUERIES][MAX_VECTORS];
 #pragma GCC unroll 8
-    for (int j = 0; j < NQ; j++)
+  for (int j = 0; j < NQ; j++)
 #pragma GCC unroll 2
-      for (int v = 0; v < VECTORS; v++) acc[j][v] = (vec){0};
-    for (i64 d = 0; d < D; d++) {
-      __builtin_prefetch(next + d * T + t);
+    for (int v = 0; v < V; v++) acc[j][v] = (vec){0};
+  for (i64 d = 0; d < D; d++) {
+    vec keys[MAX_VECTORS];
 #pragma GCC unroll 2
-      for (int v = 0; v < VECTORS; v++) {
-        vec keys = load(k_page + d * T + t + v * LANES);
-#pragma GCC unroll 8
-        for (int j = 0; j < NQ; j++) acc[j][v] += q[j * D + d] * keys;
-      }
+    for (int v = 0; v < V; v++) {
+      keys[v] = load(tiles[v].keys + d * T);
+      __builtin_prefetch(next[v].keys + d * T);
+      __builtin_prefetch(tiles[v].values + d * LANES);
     }
 #pragma GCC unroll 8
     for (int j = 0; j < NQ; j++)
 #pragma GCC unroll 2
-      for (int v = 0; v < VECTORS; v++) *(vec *)(scores + j * stride + t + v * LANES) = acc[j][v];
+      for (int v = 0; v < V; v++) acc[j][v] += q[j * D + d] * keys[v];
   }
+#pragma GCC unroll 8
+  for (int j = 0; j < NQ; j++)
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++) *(vec *)(scores + j * SEGMENT + v * LANES) = acc[j][v];
 }
 
-/* Adds the values of one page, weighted, to NQ outputs; the next page is fetched. */
-INLINE void add_page(const float *weights, const float *v_page, const float *next, float *out, i64 stride, i64 D, i64 T,
-                     const int NQ) {
-  for (i64 d = 0; d < D; d += STEP) {
-    vec acc[MAX_QUERIES][VECTORS];
+/* V vectors of NQ outputs, from dimension d on: the values of all tiles, weighted. */
+INLINE void add_values(const float *weights, const Tile *tiles, i64 num_tiles, float *out, i64 D, i64 d, const int NQ, const int V) {
+  vec acc[MAX_QUERIES][MAX_VECTORS];
 #pragma GCC unroll 8
-    for (int j = 0; j < NQ; j++)
+  for (int j = 0; j < NQ; j++)
 #pragma GCC unroll 2
-      for (int v = 0; v < VECTORS; v++) acc[j][v] = load(out + j * D + d + v * LANES);
-    for (i64 t = 0; t < T; t++) {
-      __builtin_prefetch(next + t * D + d);
+    for (int v = 0; v < V; v++) acc[j][v] = (vec){0};
+  for (i64 tile = 0; tile < num_tiles; tile++) {
+    const float *from = tiles[tile].values + d, *weight = weights + tile * LANES;
+    for (i64 t = 0; t < LANES; t++) {
+      vec values[MAX_VECTORS];
 #pragma GCC unroll 2
-      for (int v = 0; v < VECTORS; v++) {
-        vec values = load(v_page + t * D + d + v * LANES);
+      for (int v = 0; v < V; v++) values[v] = load(from + t * D + v * LANES);
 #pragma GCC unroll 8
-        for (int j = 0; j < NQ; j++) acc[j][v] += weights[j * stride + t] * values;
-      }
+      for (int j = 0; j < NQ; j++)
+#pragma GCC unroll 2
+        for (int v = 0; v < V; v++) acc[j][v] += weight[j * SEGMENT + t] * values[v];
     }
-#pragma GCC unroll 8
-    for (int j = 0; j < NQ; j++)
-#pragma GCC unroll 2
-      for (int v = 0; v < VECTORS; v++) *(vec *)(out + j * D + d + v * LANES) = acc[j][v];
   }
+#pragma GCC unroll 8
+  for (int j = 0; j < NQ; j++)
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++) *(vec *)(out + j * D + d + v * LANES) = acc[j][v];
 }
 
+/* Both for NQ queries and all tiles of a segment. */
+INLINE void score_each(const float *q, const Tile *tiles, i64 num_tiles, float *scores, i64 D, i64 T, const int NQ) {
+  i64 tile = 0;
+  for (; tile + MAX_VECTORS <= num_tiles; tile += MAX_VECTORS)
+    score_tiles(q, tiles + tile, tiles + (tile + 2 * MAX_VECTORS <= num_tiles ? tile + MAX_VECTORS : tile), scores + tile * LANES,
+                D, T, NQ, MAX_VECTORS);
+  for (; tile < num_tiles; tile++) score_tiles(q, tiles + tile, tiles + tile, scores + tile * LANES, D, T, NQ, 1);
+}
+
+INLINE void add_each(const float *weights, const Tile *tiles, i64 num_tiles, float *out, i64 D, const int NQ) {
+  i64 d = 0;
+  for (; d + MAX_VECTORS * LANES <= D; d += MAX_VECTORS * LANES) add_values(weights, tiles, num_tiles, out, D, d, NQ, MAX_VECTORS);
+  for (; d < D; d += LANES) add_values(weights, tiles, num_tiles, out, D, d, NQ, 1);
+}
+
+#define SCORE_CASE(NQ) case NQ: score_each(q, tiles, num_tiles, scores, D, T, NQ); break;
+#define ADD_CASE(NQ) case NQ: add_each(weights, tiles, num_tiles, out, D, NQ); break;
 #if MAX_QUERIES == 8
-#define EACH_COUNT(CALL) \
-  switch (count) { \
-    case 1: CALL(1); break; case 2: CALL(2); break; case 3: CALL(3); break; case 4: CALL(4); break; \
-    case 5: CALL(5); break; case 6: CALL(6); break; case 7: CALL(7); break; case 8: CALL(8); break; \
-  }
+#define EACH_COUNT(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
 #else
-#define EACH_COUNT(CALL) \
-  switch (count) { case 1: CALL(1); break; case 2: CALL(2); break; case 3: CALL(3); break; case 4: CALL(4); break; }
+#define EACH_COUNT(CASE) CASE(1) CASE(2) CASE(3) CASE(4)
 #endif
+
+static void score_all(const float *q, const Tile *tiles, i64 num_tiles, float *scores, i64 D, i64 T, int count) {
+  switch (count) { EACH_COUNT(SCORE_CASE) }
+}
+
+static void add_all(const float *weights, const Tile *tiles, i64 num_tiles, float *out, i64 D, int count) {
+  switch (count) { EACH_COUNT(ADD_CASE) }
+}
 
 static float dot(const float *a, const float *b, i64 size) {
   vec acc = {0};
@@ -87,104 +127,198 @@ typedef struct {
   i64 begin, end;
 } Range;
 
-/* Scores to probabilities: those of the pages in `seen` and the local ones in `near` count, all others become 0. `num_paged` is a
-   multiple of LANES. Returns 1 / sum; the caller scales its output instead of every entry. */
-static float soften(float *paged, i64 num_paged, Range seen, float *local, i64 num_local, Range near) {
-  float top = -3.0e38f;
+static i64 size_of(Range range) { return range.end > range.begin ? range.end - range.begin : 0; }
+
+/* The softmax of one query over a part of its keys: the largest score, and the sum of e^(score - largest). */
+typedef struct {
+  float top, sum;
+} Softmax;
+
+/* Scores to weights: those of `seen`, which is not empty, count, all others become 0. `num` is a multiple of LANES. */
+static Softmax soften(float *scores, i64 num, Range seen) {
+  float top = NOTHING;
 #pragma omp simd reduction(max : top)
-  for (i64 i = seen.begin; i < seen.end; i++) top = paged[i] > top ? paged[i] : top;
-  for (i64 i = near.begin; i < near.end; i++) top = local[i] > top ? local[i] : top;
+  for (i64 i = seen.begin; i < seen.end; i++) top = scores[i] > top ? scores[i] : top;
   vec total = {0};
-  for (i64 i = 0; i < num_paged; i += LANES) {
+  for (i64 i = 0; i < num; i += LANES) {
     i64 first = seen.begin > i ? seen.begin - i : 0, end = seen.end < i + LANES ? seen.end - i : LANES;
     int is_whole = first == 0 && end == LANES;
     if (!is_whole)
       for (i64 lane = 0; lane < LANES; lane++)
-        if (lane < first || lane >= end) paged[i + lane] = -3.0e38f;
-    vec weight = exp_of(load(paged + i) - top);
+        if (lane < first || lane >= end) scores[i + lane] = NOTHING;
+    vec weight = exp_of(load(scores + i) - top);
     if (!is_whole)
       for (i64 lane = 0; lane < LANES; lane++)
         if (lane < first || lane >= end) weight[lane] = 0;
-    *(vec *)(paged + i) = weight;
+    *(vec *)(scores + i) = weight;
     total += weight;
   }
-  float sum = sum_of(total);
-  for (i64 i = 0; i < num_local; i++) {
-    local[i] = i >= near.begin && i < near.end ? expf(local[i] - top) : 0;
-    sum += local[i];
-  }
-  return 1.0f / sum;
+  return (Softmax){top, sum_of(total)};
 }
 
-/* What every (chunk, key head) of one call shares. */
+/* Adds the output over a part of the keys to that over the parts before it. */
+static void merge(Softmax *all, float *out, Softmax part, const float *part_out, i64 D) {
+  if (part.sum == 0) return;
+  float top = part.top > all->top ? part.top : all->top, before = expf(all->top - top), now = expf(part.top - top);
+  for (i64 d = 0; d < D; d += LANES) *(vec *)(out + d) = load(out + d) * before + load(part_out + d) * now;
+  *all = (Softmax){top, all->sum * before + part.sum * now};
+}
+
+/* What all of one call share. */
 typedef struct {
   const float *qkv, *k_pages, *v_pages;
-  const i64 *pages, *entry_begin, *entry_end, *local_begin, *local_end;
+  const i64 *entry_begin, *entry_end, *local_begin, *local_end;
   float *out;
-  i64 H, G, D, T, first_out;
+  i64 H, G, D, T, width, sharing;
 } Attention;
 
-/* Page `number` of the request, which is one of `all`. */
-static const float *page_of(const float *all, const Attention *a, i64 number, i64 group) {
-  return all + (a->pages[number] * a->G + group) * a->D * a->T;
+/* Some queries of one chunk, which pass over the entries of its request together. */
+typedef struct {
+  const i64 *rows, *pages;
+  i64 num_rows, first_out;
+  Range entries; /* what any of them reads; begins at a multiple of LANES */
+} Block;
+
+static i64 num_segments(const Block *b) {
+  return size_of(b->entries) ? (b->entries.end - 1) / SEGMENT - b->entries.begin / SEGMENT + 1 : 0;
 }
 
-/* Queries `query_rows[0..n)` of one chunk whose rows are [chunk_begin, chunk_end), against one key head. */
-static void attend_one(const Attention *a, const i64 *query_rows, i64 n, i64 chunk_begin, i64 chunk_end, i64 group) {
-  i64 H = a->H, G = a->G, D = a->D, T = a->T, width = (H + 2 * G) * D, per_group = H / G, num_queries = n * per_group;
-  Range read = {INT64_MAX, 0};
-  i64 has_local = 0;
-  for (i64 i = 0; i < n; i++) {
-    i64 row = query_rows[i];
-    if (a->entry_begin[row] < read.begin) read.begin = a->entry_begin[row];
-    if (a->entry_end[row] > read.end) read.end = a->entry_end[row];
-    if (a->local_end[row] > a->local_begin[row]) has_local = 1;
+/* The rows' queries of one key head, scaled: [row][sharing head][D]. */
+static void take_queries(const Attention *a, const Block *b, i64 group, float *q) {
+  float scale = 1.0f / sqrtf((float)a->D);
+  for (i64 i = 0; i < b->num_rows; i++) {
+    const float *from = a->qkv + b->rows[i] * a->width + group * a->sharing * a->D;
+    for (i64 d = 0; d < a->sharing * a->D; d++) q[i * a->sharing * a->D + d] = from[d] * scale;
   }
-  i64 first_page = read.begin / T, last_page = (read.end + T - 1) / T, first_entry = first_page * T;
-  i64 num_paged = (last_page - first_page) * T, num_local = has_local ? chunk_end - chunk_begin : 0;
-  i64 stride = num_paged + (num_local + LANES - 1) / LANES * LANES;
-  float *q = scratch_of(num_queries * (2 * D + stride + 1)), *out = q + num_queries * D, *scores = out + num_queries * D;
-  float *inverse = scores + num_queries * stride, scale = 1.0f / sqrtf((float)D);
-  for (i64 j = 0; j < num_queries; j++) {
-    const float *from = a->qkv + query_rows[j / per_group] * width + (group * per_group + j % per_group) * D;
-    for (i64 d = 0; d < D; d++) q[j * D + d] = from[d] * scale;
+}
+
+/* Outputs `out` of all queries over segment `number`, each with a softmax of its own. `scores` has room for [queries][SEGMENT]. */
+static void attend_segment(const Attention *a, const Block *b, i64 group, i64 number, const float *q, float *scores, float *out,
+                           Softmax *softmax) {
+  i64 T = a->T, D = a->D, num_queries = b->num_rows * a->sharing;
+  i64 first = (b->entries.begin / SEGMENT + number) * SEGMENT, end = first + SEGMENT;
+  if (first < b->entries.begin) first = b->entries.begin;
+  if (end > b->entries.end) end = b->entries.end;
+  Tile tiles[MAX_TILES];
+  i64 num_tiles = 0;
+  for (i64 entry = first; entry < end; entry += LANES, num_tiles++) {
+    i64 page = b->pages[entry / T] * a->G + group, offset = entry % T;
+    tiles[num_tiles] = (Tile){a->k_pages + page * D * T + offset, a->v_pages + (page * T + offset) * D};
   }
+  for (i64 j = 0; j < num_queries; j += MAX_QUERIES) {
+    int count = (int)(num_queries - j < MAX_QUERIES ? num_queries - j : MAX_QUERIES);
+    score_all(q + j * D, tiles, num_tiles, scores + j * SEGMENT, D, T, count);
+    for (i64 n = j; n < j + count; n++) {
+      i64 row = b->rows[n / a->sharing];
+      Range seen = {a->entry_begin[row] - first, a->entry_end[row] - first};
+      if (seen.begin < 0) seen.begin = 0;
+      if (seen.end > end - first) seen.end = end - first;
+      softmax[n] = (Softmax){NOTHING, 0};
+      if (size_of(seen))
+        softmax[n] = soften(scores + n * SEGMENT, num_tiles * LANES, seen);
+      else
+        memset(scores + n * SEGMENT, 0, (size_t)(num_tiles * LANES) * sizeof(float));
+    }
+    add_all(scores + j * SEGMENT, tiles, num_tiles, out + j * D, D, count);
+  }
+}
+
+/* Adds what query n reads of rows of this call to its output. */
+static void attend_local(const Attention *a, const Block *b, i64 group, i64 n, const float *q, float *part, float *out,
+                         Softmax *softmax) {
+  i64 row = b->rows[n / a->sharing], D = a->D;
+  for (i64 i = a->local_begin[row]; i < a->local_end[row]; i++) {
+    const float *k = a->qkv + i * a->width + (a->H + group) * D, *v = k + a->G * D;
+    memcpy(part, v, (size_t)D * sizeof(float));
+    merge(softmax, out, (Softmax){dot(q + n * D, k, D), 1}, part, D);
+  }
+}
+
+/* Outputs over all segments become those over rows of this call, too, and are written to where they belong. */
+static void finish_block(const Attention *a, const Block *b, i64 group, const float *q, float *part, float *out,
+                         Softmax *softmax) {
+  i64 D = a->D, num_queries = b->num_rows * a->sharing;
+  for (i64 n = 0; n < num_queries; n++) {
+    attend_local(a, b, group, n, q, part, out + n * D, softmax + n);
+    float *to = a->out + ((b->first_out + n / a->sharing) * a->H + group * a->sharing + n % a->sharing) * D;
+    float inverse = 1.0f / softmax[n].sum;
+    for (i64 d = 0; d < D; d++) to[d] = out[n * D + d] * inverse;
+  }
+}
+
+static void begin_outputs(float *out, Softmax *softmax, i64 num_queries, i64 D) {
   memset(out, 0, (size_t)(num_queries * D) * sizeof(float));
-  for (i64 p = first_page; p < last_page; p++) {
-    const float *k_page = page_of(a->k_pages, a, p, group);
-    const float *next = page_of(a->k_pages, a, p + 1 < last_page ? p + 1 : p, group);
-    for (i64 j = 0; j < num_queries; j += MAX_QUERIES) {
-      i64 count = num_queries - j < MAX_QUERIES ? num_queries - j : MAX_QUERIES;
-#define SCORE(NQ) score_page(q + j * D, k_page, next, scores + j * stride + p * T - first_entry, stride, D, T, NQ)
-      EACH_COUNT(SCORE)
+  for (i64 n = 0; n < num_queries; n++) softmax[n] = (Softmax){NOTHING, 0};
+}
+
+/* Memory of a thread for a block: queries, outputs so far, those of a segment, scores, and the softmax of each. */
+typedef struct {
+  float *q, *out, *part, *scores;
+  Softmax *softmax, *part_softmax;
+} Room;
+
+static Room room_of(i64 num_queries, i64 D) {
+  float *q = scratch_of(num_queries * (3 * D + SEGMENT + 4)), *out = q + num_queries * D, *part = out + num_queries * D;
+  float *scores = part + num_queries * D;
+  Softmax *softmax = (Softmax *)(scores + num_queries * SEGMENT);
+  return (Room){q, out, part, scores, softmax, softmax + num_queries};
+}
+
+/* One block and key head, by one thread. */
+static void attend_block(const Attention *a, const Block *b, i64 group) {
+  i64 num_queries = b->num_rows * a->sharing;
+  Room room = room_of(num_queries, a->D);
+  take_queries(a, b, group, room.q);
+  begin_outputs(room.out, room.softmax, num_queries, a->D);
+  for (i64 number = 0; number < num_segments(b); number++) {
+    attend_segment(a, b, group, number, room.q, room.scores, room.part, room.part_softmax);
+    for (i64 n = 0; n < num_queries; n++)
+      merge(room.softmax + n, room.out + n * a->D, room.part_softmax[n], room.part + n * a->D, a->D);
+  }
+  finish_block(a, b, group, room.q, room.part, room.out, room.softmax);
+}
+
+/* The same with the segments of all blocks and key heads spread over the threads. */
+static void attend_by_segments(const Attention *a, const Block *blocks, i64 num_blocks, i64 most_segments, i64 most_queries) {
+  i64 stride = most_queries * (a->D + 2), num_items = num_blocks * a->G;
+  float *parts = malloc((size_t)(num_items * most_segments * stride) * sizeof(float));
+  if (!parts) abort();
+#pragma omp parallel for schedule(dynamic, 1) collapse(2)
+  for (i64 item = 0; item < num_items; item++)
+    for (i64 number = 0; number < most_segments; number++) {
+      const Block *b = blocks + item / a->G;
+      if (number >= num_segments(b)) continue;
+      float *part = parts + (item * most_segments + number) * stride;
+      Room room = room_of(b->num_rows * a->sharing, a->D);
+      take_queries(a, b, item % a->G, room.q);
+      attend_segment(a, b, item % a->G, number, room.q, room.scores, part, (Softmax *)(part + most_queries * a->D));
     }
-  }
-  for (i64 j = 0; j < num_queries; j++) {
-    i64 row = query_rows[j / per_group];
-    float *paged = scores + j * stride, *local = paged + num_paged;
-    for (i64 i = 0; i < num_local; i++) local[i] = dot(q + j * D, a->qkv + (chunk_begin + i) * width + (H + group) * D, D);
-    Range seen = {a->entry_begin[row] - first_entry, a->entry_end[row] - first_entry};
-    Range near = {a->local_begin[row] - chunk_begin, a->local_end[row] - chunk_begin};
-    inverse[j] = soften(paged, num_paged, seen, local, num_local, near);
-  }
-  for (i64 p = first_page; p < last_page; p++) {
-    const float *v_page = page_of(a->v_pages, a, p, group);
-    const float *next = page_of(a->v_pages, a, p + 1 < last_page ? p + 1 : p, group);
-    for (i64 j = 0; j < num_queries; j += MAX_QUERIES) {
-      i64 count = num_queries - j < MAX_QUERIES ? num_queries - j : MAX_QUERIES;
-#define ADD(NQ) add_page(scores + j * stride + p * T - first_entry, v_page, next, out + j * D, stride, D, T, NQ)
-      EACH_COUNT(ADD)
+#pragma omp parallel for schedule(static)
+  for (i64 item = 0; item < num_items; item++) {
+    const Block *b = blocks + item / a->G;
+    i64 num_queries = b->num_rows * a->sharing;
+    Room room = room_of(num_queries, a->D);
+    take_queries(a, b, item % a->G, room.q);
+    begin_outputs(room.out, room.softmax, num_queries, a->D);
+    for (i64 number = 0; number < num_segments(b); number++) {
+      const float *part = parts + (item * most_segments + number) * stride;
+      const Softmax *softmax = (const Softmax *)(part + most_queries * a->D);
+      for (i64 n = 0; n < num_queries; n++) merge(room.softmax + n, room.out + n * a->D, softmax[n], part + n * a->D, a->D);
     }
+    finish_block(a, b, item % a->G, room.q, room.part, room.out, room.softmax);
   }
-  for (i64 j = 0; j < num_queries; j++) {
-    for (i64 i = 0; i < num_local; i++) {
-      float weight = scores[j * stride + num_paged + i];
-      const float *v = a->qkv + (chunk_begin + i) * width + (H + G + group) * D;
-      for (i64 d = 0; d < D; d++) out[j * D + d] += weight * v[d];
-    }
-    float *to = a->out + (a->first_out + j / per_group) * H * D + (group * per_group + j % per_group) * D;
-    for (i64 d = 0; d < D; d++) to[d] = out[j * D + d] * inverse[j];
+  free(parts);
+}
+
+static Block block_of(const Attention *a, const i64 *rows, i64 num_rows, const i64 *pages, i64 first_out) {
+  Range entries = {INT64_MAX, 0};
+  for (i64 i = 0; i < num_rows; i++) {
+    i64 begin = a->entry_begin[rows[i]], end = a->entry_end[rows[i]];
+    if (end > begin && begin < entries.begin) entries.begin = begin;
+    if (end > begin && end > entries.end) entries.end = end;
   }
+  entries.begin = size_of(entries) ? entries.begin / LANES * LANES : 0;
+  return (Block){rows, pages, num_rows, first_out, entries};
 }
 
 /* Attention of `query_rows`, by chunk: row r reads entries [entry_begin[r], entry_end[r]) of its request's pages and rows
@@ -194,13 +328,24 @@ void dmtd_attend(const float *qkv, const float *k_pages, const float *v_pages, c
                  const i64 *entry_begin, const i64 *entry_end, const i64 *local_begin, const i64 *local_end,
                  const i64 *query_rows, const i64 *query_start, const i64 *row_start, i64 num_chunks, float *out, i64 H, i64 G,
                  i64 D, i64 T) {
-#pragma omp parallel for schedule(dynamic, 1) collapse(2)
+  i64 sharing = H / G, rows_per_block = sharing < BLOCK_QUERIES ? BLOCK_QUERIES / sharing : 1, num_blocks = 0;
+  Attention a = {qkv, k_pages, v_pages, entry_begin, entry_end, local_begin, local_end, out, H, G, D, T, (H + 2 * G) * D, sharing};
+  i64 most_blocks = query_start[num_chunks] / rows_per_block + num_chunks, most_segments = 0;
+  Block *blocks = malloc((size_t)most_blocks * sizeof(Block));
+  if (!blocks) abort();
   for (i64 c = 0; c < num_chunks; c++)
-    for (i64 group = 0; group < G; group++) {
-      i64 first = query_start[c], n = query_start[c + 1] - first;
-      if (!n) continue;
-      const i64 *own_pages = pages + slot[row_start[c]] * pages_stride;
-      Attention a = {qkv, k_pages, v_pages, own_pages, entry_begin, entry_end, local_begin, local_end, out, H, G, D, T, first};
-      attend_one(&a, query_rows + first, n, row_start[c], row_start[c + 1], group);
+    for (i64 first = query_start[c]; first < query_start[c + 1]; first += rows_per_block) {
+      i64 left = query_start[c + 1] - first, num_rows = left < rows_per_block ? left : rows_per_block;
+      blocks[num_blocks] = block_of(&a, query_rows + first, num_rows, pages + slot[row_start[c]] * pages_stride, first);
+      i64 segments = num_segments(blocks + num_blocks++);
+      if (segments > most_segments) most_segments = segments;
     }
+  if (num_blocks * G < PIECES_PER_THREAD * omp_get_max_threads() && most_segments > 1)
+    attend_by_segments(&a, blocks, num_blocks, most_segments, rows_per_block * sharing);
+  else {
+#pragma omp parallel for schedule(dynamic, 1) collapse(2)
+    for (i64 block = 0; block < num_blocks; block++)
+      for (i64 group = 0; group < G; group++) attend_block(&a, blocks + num_blocks - 1 - block, group);
+  }
+  free(blocks);
 }
