@@ -11,7 +11,6 @@ import torch
 
 from megatron_dmtd.architecture.schedule import PARALLEL, SEQUENTIAL
 from megatron_dmtd.inference.kv.store import KVStore
-from megatron_dmtd.inference.ops.matmul import ROW_COUNTS
 from megatron_dmtd.inference.ops.native_ops import NativeKernels, NativeOps
 from megatron_dmtd.inference.ops.protocol import LayerVisit, Ops, RotaryTables, rotary_of
 from megatron_dmtd.inference.ops.torch_ops import TorchOps
@@ -23,14 +22,14 @@ class Forward:
     """A model and its K/V store, and the hidden states kept between steps."""
 
     def __init__(self, model: ModelWeights, store: KVStore, *, num_slots: int, num_positions: int, native: bool) -> None:
-        """`native`: whether small passes are computed in C, which the model has been checked for."""
+        """`native`: whether passes are computed in C, which the model has been checked for."""
         self.model = model
         rotary = rotary_of(model.schedule.decoder, num_positions, dtype=model.dtype, device=model.device)
         self.visits = {name: _visits(model, store, rotary, name) for name in (PARALLEL, SEQUENTIAL)}
         cycle_length = model.method.cycle_length
         self.native: NativeKernels | None = None
         if native:
-            self.native = NativeKernels(model, max_rows=min(ROW_COUNTS[-1], 2 * cycle_length * num_slots))
+            self.native = NativeKernels(model, max_rows=2 * cycle_length * num_slots)
         kept_size = (num_slots + 1, cycle_length, model.schedule.decoder.hidden_size)
         self.kept_SCX = torch.zeros(kept_size, dtype=model.dtype, device=model.device)
         """Outputs of the parallel pass for the current cycle of each slot; there is one more slot, for padding rows."""
@@ -52,8 +51,8 @@ class Forward:
         return ops.head(ops.norm(hidden_FX, self.model.final_norm), self.model.head)
 
     def ops(self, run: RowsInLayers) -> Ops:
-        """The arithmetic for `run`: in C if enabled, for passes that are not static and small enough."""
-        if self.native is not None and isinstance(run, Pass) and self.native.takes(run):
+        """The arithmetic for `run`: in C if enabled, for passes that are not static."""
+        if self.native is not None and isinstance(run, Pass):
             return NativeOps(self.native, run)
         return TorchOps(run)
 

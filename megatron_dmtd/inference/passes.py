@@ -188,11 +188,6 @@ class Pass:
         return torch.tensor(self.final, dtype=torch.int64, device=self.numbers.device)
 
     @cached_property
-    def max_rows_per_chunk(self) -> int:
-        """Rows of the largest chunk."""
-        return max(stop - start for start, stop in self.chunk_runs)
-
-    @cached_property
     def chunk_runs(self) -> list[tuple[int, int]]:
         """The rows of each chunk, as half-open ranges."""
         return runs_of(self.rows.chunk)

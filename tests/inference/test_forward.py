@@ -30,12 +30,10 @@ def test_every_visit_works_on_its_layer_and_its_place_in_the_store():
     assert len({id(visit.rotary) for visit in (*visits[PARALLEL], *visits[SEQUENTIAL])}) == 1
 
 
-def test_small_passes_are_computed_in_c_where_that_is_wanted_and_static_ones_in_torch():
+def test_passes_are_computed_in_c_where_that_is_wanted_and_static_ones_in_torch():
     setting = Setting(*KIND)
     assert isinstance(setting.forward.ops(setting.dynamic(PARALLEL)), NativeOps)
     assert isinstance(setting.forward.ops(setting.static(PARALLEL)), TorchOps)
-    setting.forward.native.max_rows = 15
-    assert isinstance(setting.forward.ops(setting.dynamic(PARALLEL)), TorchOps)
     wide = Setting(*KIND, dtype=torch.float64)
     assert wide.forward.native is None
     assert isinstance(wide.forward.ops(wide.dynamic(PARALLEL)), TorchOps)

@@ -27,7 +27,7 @@ def parallel_pass(variant: str, chunks: list[Chunk], *, store=None) -> Pass:
 def test_rows_are_batched_by_chunk_and_each_reads_what_the_plan_says():
     chunks = [Chunk(slot=0, tokens=[1] * 9, start=8, stop=9), Chunk(slot=1, tokens=[2], start=0, stop=1)]
     run = parallel_pass("bidirectional-refresh", chunks)
-    assert len(run) == 12 and run.ends_early and run.max_rows_per_chunk == 8
+    assert len(run) == 12 and run.ends_early and run.chunk_runs == [(0, 8), (8, 12)]
     assert run.all_runs.row_start.tolist() == [0, 8, 12]
     assert run.final_runs.row.tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
     assert run.final_runs.query_start.tolist() == [0, 4, 8]

@@ -1,7 +1,9 @@
-"""Products of few rows and a dense matrix on the CPU: the fastest of several kernels, found by measuring them on this machine.
+"""Products of a pass and a dense matrix on the CPU, each by the fastest kernel.
 
-All of them read the weights as they are stored, `[out, in]`, so that no second copy is needed. Up to eight rows our own kernel is
-bound by reading the weights, and the others can only be slower; which one wins beyond that is measured.
+Up to eight rows our own kernel is bound by reading the weights, and others can only be slower. A piece of a prompt has hundreds of
+rows, and goes to `platform.products`. Between, which one wins is measured on the model's own weights. All of them read the weights
+as they are stored, `[out, in]`, so that no second copy is needed; weights in bfloat16 are widened for `platform.products`, a block
+of them at a time.
 
 Shape legend: R rows of a pass.
 """
@@ -16,6 +18,7 @@ from typing import Protocol
 import torch
 
 from megatron_dmtd.inference.ops.linear import DenseLinear, Linear
+from megatron_dmtd.platform import products
 
 #: Up to this many rows our own kernel is always used: on a busy machine a measurement would choose at random.
 FEW_ROWS = 8
@@ -25,20 +28,23 @@ ROW_COUNTS = (12, 16, 24, 32, 64)
 TRIALS = 5
 #: Another kernel is used only if it takes less than this fraction of our own's time: measurements are noisy.
 CLEARLY_FASTER = 0.9
-#: More rows than the largest of `ROW_COUNTS`: torch's.
-LARGE = "linear"
+#: More rows than the largest of `ROW_COUNTS`.
+LARGE = "products"
+#: Weights in bfloat16 that are widened at once: 32 MiB.
+WIDE_BLOCK = 1 << 23
 #: Measurements of this process, so that all its engines on weights of the same shapes choose the same kernels and measure once.
 _MEASURED_MS: dict[tuple[int, int, tuple[tuple[torch.Size, torch.dtype], ...]], dict[str, float]] = {}
 
-#: (out, x, linear, residual): writes `residual + x @ weight.T + bias` to `out`, which may be `residual`. All contiguous.
-DenseKernel = Callable[[torch.Tensor, torch.Tensor, DenseLinear, torch.Tensor | None], None]
+#: (out, x, linear, residual): gives `residual + x @ weight.T + bias`, in `out` or in memory of its own. `out` may be `residual`. All
+#: contiguous.
+DenseKernel = Callable[[torch.Tensor, torch.Tensor, DenseLinear, torch.Tensor | None], torch.Tensor]
 
 
 class Product(Protocol):
     """Multiplies with the linear layers of one format."""
 
     def into(self, out: torch.Tensor, x: torch.Tensor, linear: Linear, residual: torch.Tensor | None) -> torch.Tensor:
-        """Write `residual + x @ weight.T + bias` to `out`, which may be `residual`. All contiguous."""
+        """`residual + x @ weight.T + bias`, in `out`, which may be `residual`, or in memory of its own. All contiguous."""
 
 
 class DenseProduct:
@@ -49,9 +55,10 @@ class DenseProduct:
         self.library = library
         self.kernels: dict[str, DenseKernel] = {
             "native": self._native,
-            "linear": _linear,
+            "products": self._products,
             "transposed": _transposed,
         }
+        self._wide = torch.empty(0)
         self.measured_ms: dict[int, dict[str, float]] = {}
         """Milliseconds of each kernel for all `linears` once, by number of rows."""
         enough = next((count for count in ROW_COUNTS if count >= max_rows), ROW_COUNTS[-1])
@@ -76,10 +83,9 @@ class DenseProduct:
     def into(self, out: torch.Tensor, x: torch.Tensor, linear: Linear, residual: torch.Tensor | None) -> torch.Tensor:
         """See `Product`."""
         assert isinstance(linear, DenseLinear), type(linear)
-        self.kernels[self.kernel_for(x.shape[0])](out, x, linear, residual)
-        return out
+        return self.kernels[self.kernel_for(x.shape[0])](out, x, linear, residual)
 
-    def _native(self, out: torch.Tensor, x: torch.Tensor, linear: DenseLinear, residual: torch.Tensor | None) -> None:
+    def _native(self, out: torch.Tensor, x: torch.Tensor, linear: DenseLinear, residual: torch.Tensor | None) -> torch.Tensor:
         weight, bias = linear.weight, linear.bias
         self.library.dmtd_matmul(
             x.data_ptr(),
@@ -92,21 +98,34 @@ class DenseProduct:
             weight.shape[0],
             weight.dtype == torch.bfloat16,
         )
+        return out
+
+    def _products(self, out: torch.Tensor, x: torch.Tensor, linear: DenseLinear, residual: torch.Tensor | None) -> torch.Tensor:
+        weight, bias = linear.weight, linear.bias
+        rows = weight.shape[0] if weight.dtype == x.dtype else max(1, WIDE_BLOCK // weight.shape[1])
+        if rows >= weight.shape[0]:
+            product = products.linear(x, self._widened(weight, x.dtype), bias)
+            return product if residual is None else torch.add(residual, product, out=out)
+        for first in range(0, weight.shape[0], rows):
+            part = slice(first, first + rows)
+            product = products.linear(x, self._widened(weight[part], x.dtype), None if bias is None else bias[part])
+            out[:, part] = product if residual is None else residual[:, part] + product
+        return out
+
+    def _widened(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The numbers of `weight` in a wider type, in memory that the next call reuses."""
+        if weight.dtype == dtype:
+            return weight
+        if weight.numel() > self._wide.numel():
+            self._wide = torch.empty(weight.numel(), dtype=dtype)
+        return self._wide[: weight.numel()].view_as(weight).copy_(weight)
 
 
-def _linear(out: torch.Tensor, x: torch.Tensor, linear: DenseLinear, residual: torch.Tensor | None) -> None:
-    if residual is None and linear.bias is None:
-        torch.mm(x, linear.weight.to(x.dtype).t(), out=out)
-    else:
-        product = linear.apply(x)
-        out.copy_(product) if residual is None else torch.add(residual, product, out=out)
-
-
-def _transposed(out: torch.Tensor, x: torch.Tensor, linear: DenseLinear, residual: torch.Tensor | None) -> None:
+def _transposed(out: torch.Tensor, x: torch.Tensor, linear: DenseLinear, residual: torch.Tensor | None) -> torch.Tensor:
     product = (linear.weight.to(x.dtype) @ x.t().contiguous()).t()
     if linear.bias is not None:
         product = product + linear.bias
-    out.copy_(product) if residual is None else torch.add(residual, product, out=out)
+    return out.copy_(product) if residual is None else torch.add(residual, product, out=out)
 
 
 def fastest_ms(kernels: Mapping[str, DenseKernel], linears: Sequence[DenseLinear], rows: int) -> dict[str, float]:

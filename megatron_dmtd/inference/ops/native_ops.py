@@ -1,6 +1,6 @@
-"""The arithmetic of a pass in compiled C, for a few rows in fp32 on a CPU. The same to rounding as `torch_ops`.
+"""The arithmetic of a pass in compiled C, in fp32 on a CPU, for any number of rows. The same to rounding as `torch_ops`.
 
-Results are in buffers that the next visit reuses: nothing is allocated in the steady state.
+Results are in buffers that the next visit reuses: little is allocated in the steady state.
 
 Shape legend: R rows of a pass, F rows that leave a visit, X hidden size, H query heads, G key/value heads, D head width, I
 feed-forward width.
@@ -23,26 +23,38 @@ from megatron_dmtd.inference.weights import ModelWeights, Norm
 
 #: Entries per page and the head width are processed in whole vectors.
 LANES = 16
-#: Rows of one chunk beyond which a pass is a piece of a prompt, and torch's kernels win.
-MAX_ROWS_PER_CHUNK = 16
+
+
+class Buffer:
+    """Memory for rows of one width, as views for every number of rows: making one takes as long as a small kernel."""
+
+    def __init__(self, width: int) -> None:
+        self._memory = torch.empty(0, width)
+        self._views: dict[int, torch.Tensor] = {}
+
+    def __getitem__(self, rows: int) -> torch.Tensor:
+        """The first `rows` rows; more than ever before get new memory."""
+        view = self._views.get(rows)
+        if view is None:
+            if rows > len(self._memory):
+                self._memory = torch.empty(rows, self._memory.shape[1])
+                self._views.clear()
+            view = self._views[rows] = self._memory[:rows]
+        return view
 
 
 class NativeKernels:
-    """Kernels and buffers for one model, for passes of at most `max_rows` rows."""
+    """Kernels and buffers for one model."""
 
     def __init__(self, model: ModelWeights, *, max_rows: int) -> None:
-        self.max_rows, self.library = max_rows, load_kernels()
+        """`max_rows`: of a pass that decodes. The products of more, which are pieces of prompts, are not measured."""
+        self.library = load_kernels()
         self.products: dict[type, Product] = {DenseLinear: _dense_product(model, self.library, max_rows)}
         decoder = model.schedule.decoder
-        self.norms = self._buffers({decoder.hidden_size})
-        self.linears = self._buffers({linear.out_features for layer in model.layers for linear in (layer.qkv, layer.gate_up)})
-        self.gated = self._buffers({layer.spec.mlp.intermediate_size for layer in model.layers})
-        self.attended = self._buffers({layer.spec.attention.query_size for layer in model.layers})
-
-    def _buffers(self, widths: set[int]) -> dict[int, list[torch.Tensor]]:
-        """Memory by width, as views for every number of rows: making one takes as long as a small kernel."""
-        whole = {width: torch.empty(self.max_rows, width) for width in widths}
-        return {width: [buffer[:rows] for rows in range(self.max_rows + 1)] for width, buffer in whole.items()}
+        self.norms = _buffers({decoder.hidden_size})
+        self.linears = _buffers({linear.out_features for layer in model.layers for linear in (layer.qkv, layer.gate_up)})
+        self.gated = _buffers({layer.spec.mlp.intermediate_size for layer in model.layers})
+        self.attended = _buffers({layer.spec.attention.query_size for layer in model.layers})
 
     @staticmethod
     def check(decoder: DecoderSpec, *, dtype: torch.dtype, device: torch.device, page_size: int) -> None:
@@ -59,9 +71,9 @@ class NativeKernels:
                 remedy="choose another page_size, or decode with kernels='torch'",
             )
 
-    def takes(self, run: Pass) -> bool:
-        """Whether a pass is small enough."""
-        return len(run) <= self.max_rows and run.max_rows_per_chunk <= MAX_ROWS_PER_CHUNK
+
+def _buffers(widths: set[int]) -> dict[int, Buffer]:
+    return {width: Buffer(width) for width in widths}
 
 
 def _dense_product(model: ModelWeights, library: ctypes.CDLL, max_rows: int) -> DenseProduct:

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from megatron_dmtd.inference.native.build import load_kernels
+from megatron_dmtd.inference.ops import matmul
 from megatron_dmtd.inference.ops.linear import DenseLinear
 from megatron_dmtd.inference.ops.matmul import DenseProduct
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 8, 9, 16, 21])
-@pytest.mark.parametrize("kernel", ["native", "linear", "transposed"])
+@pytest.mark.parametrize("kernel", ["native", "products", "transposed"])
 def test_every_kernel_gives_the_product(rows, kernel):
     generator = torch.Generator().manual_seed(rows)
     x, weight = torch.randn(rows, 53, generator=generator), torch.randn(38, 53, generator=generator)
@@ -23,8 +24,8 @@ def test_every_kernel_gives_the_product(rows, kernel):
         (None, residual.clone(), product + residual),
     ):
         out = torch.empty(rows, 38) if own_residual is None else own_residual
-        product_of.kernels[kernel](out, x, DenseLinear(weight, own_bias), own_residual)
-        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+        found = product_of.kernels[kernel](out, x, DenseLinear(weight, own_bias), own_residual)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -52,9 +53,33 @@ def test_bfloat16_weights_are_read_as_the_numbers_they_are():
 
 def test_few_rows_go_to_our_kernel_whatever_is_measured_and_more_to_the_fastest():
     few = DenseProduct(load_kernels(), [DenseLinear(torch.randn(38, 53))], max_rows=8)
-    assert few.measured_ms == {} and few.kernel_for(8) == "native" and few.kernel_for(9) == "linear"
+    assert few.measured_ms == {} and few.kernel_for(8) == "native" and few.kernel_for(9) == "products"
     more = DenseProduct(load_kernels(), [DenseLinear(torch.randn(38, 53))], max_rows=20)
     assert list(more.measured_ms) == [12, 16, 24]
-    more.measured_ms[16] = {"native": 1.0, "linear": 0.8, "transposed": 0.95}
-    more.measured_ms[24] = {"native": 1.0, "linear": 0.95, "transposed": 2.0}
-    assert [more._choice(rows) for rows in (1, 8, 13, 16, 17, 24)] == ["native", "native", "linear", "linear", "native", "native"]
+    more.measured_ms[16] = {"native": 1.0, "products": 0.8, "transposed": 0.95}
+    more.measured_ms[24] = {"native": 1.0, "products": 0.95, "transposed": 2.0}
+    assert [more._choice(rows) for rows in (1, 8, 13, 16, 17, 24)] == [
+        "native",
+        "native",
+        "products",
+        "products",
+        "native",
+        "native",
+    ]
+
+
+@pytest.mark.parametrize("block", [53 * 15, 1 << 23])
+def test_many_rows_of_bfloat16_weights_are_widened_a_block_at_a_time(monkeypatch, block):
+    """Level: fp32 sums against float64."""
+    monkeypatch.setattr(matmul, "WIDE_BLOCK", block)
+    generator = torch.Generator().manual_seed(2)
+    x, weight = torch.randn(70, 53, generator=generator), torch.randn(38, 53, generator=generator).bfloat16()
+    bias, residual = torch.randn(38, generator=generator), torch.randn(70, 38, generator=generator)
+    product = DenseProduct(load_kernels(), [DenseLinear(weight)], max_rows=4)
+    expected = x.double() @ weight.double().t() + bias
+    for own_residual in (None, residual):
+        out = torch.empty(70, 38) if own_residual is None else own_residual.clone()
+        found = product.into(out, x, DenseLinear(weight, bias), None if own_residual is None else out)
+        whole = expected if own_residual is None else expected + residual
+        torch.testing.assert_close(found.double(), whole, rtol=1e-5, atol=1e-5)
+    assert product._wide.numel() == min(38, block // 53) * 53

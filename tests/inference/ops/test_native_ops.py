@@ -49,7 +49,7 @@ def test_native_engines_give_the_tokens_of_generate_in_fp32(wide_pairs, kind):
     completions = engine.generate(prompts, max_new_tokens=20, params=params)
     assert [list(completion.token_ids) for completion in completions] == [pair.greedy(prompt, 20) for prompt in prompts]
     assert calls["native"] > 20
-    assert calls["torch"] > 0
+    assert calls["torch"] == 0
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
@@ -124,7 +124,6 @@ def test_every_operation_of_every_visit_gives_what_torch_gives(kind, starts, shi
     native, plain = (Setting(*kind, starts=starts, shift=shift) for _ in range(2))
     for (pass_name, visit), (_, other) in zip(native.visits(), plain.visits(), strict=True):
         run, other_run = native.dynamic(pass_name), plain.dynamic(pass_name)
-        assert native.forward.native.takes(run)
         ops, torch_ops = NativeOps(native.forward.native, run), TorchOps(other_run)
         qkv = ops.rotate_and_store(native.qkv[pass_name].clone(), visit)
         expected = torch_ops.rotate_and_store(plain.qkv[pass_name].clone(), other)
