@@ -1,9 +1,9 @@
 """Products of a pass and a dense matrix on the CPU, each by the fastest kernel.
 
-Up to eight rows our own kernel is bound by reading the weights, and others can only be slower. A piece of a prompt has hundreds of
-rows, and goes to `platform.products`. Between, which one wins is measured on the model's own weights. All of them read the weights
-as they are stored, `[out, in]`, so that no second copy is needed; weights in bfloat16 are widened for `platform.products`, a block
-of them at a time.
+Up to eight rows our own kernel is bound by reading the weights, and others can only be slower. A piece of a prompt has hundreds
+of rows, and goes to `platform.products`. Between, which one wins is measured on the model's own weights. All of them read the
+weights as they are stored, `[out, in]`, so that no second copy is needed; weights in bfloat16 are widened for
+`platform.products`, a block of them at a time.
 
 Shape legend: R rows of a pass.
 """
@@ -35,8 +35,8 @@ WIDE_BLOCK = 1 << 23
 #: Measurements of this process, so that all its engines on weights of the same shapes choose the same kernels and measure once.
 _MEASURED_MS: dict[tuple[int, int, tuple[tuple[torch.Size, torch.dtype], ...]], dict[str, float]] = {}
 
-#: (out, x, linear, residual): gives `residual + x @ weight.T + bias`, in `out` or in memory of its own. `out` may be `residual`. All
-#: contiguous.
+#: (out, x, linear, residual): gives `residual + x @ weight.T + bias`, in `out` or in memory of its own. `out` may be `residual`.
+#: All contiguous.
 DenseKernel = Callable[[torch.Tensor, torch.Tensor, DenseLinear, torch.Tensor | None], torch.Tensor]
 
 
