@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from megatron_dmtd.data.corpora.columns import values_of
-from megatron_dmtd.data.corpora.documents import RecordKeys
+from megatron_dmtd.data.corpora.columns import Fault, values_of
+from megatron_dmtd.data.corpora.documents import BadDocument, RecordKeys
 from megatron_dmtd.data.corpora.inputs import BLOCK_DOCUMENTS, Block, Entry, file_identity
 from megatron_dmtd.errors import DataError
 from megatron_dmtd.infra.digests import sha256_of_file
@@ -39,7 +39,17 @@ class RowsBlock:
     def entries(self) -> Iterator[Entry]:
         """The document of each record."""
         for row, record in enumerate(self.values, start=self.first_row):
-            yield self.keys.document(record, name=f"{self.table}:{row}", where=f"row {row} of {self.where}")
+            name, where = f"{self.table}:{row}", f"row {row} of {self.where}"
+            yield self._unreadable(record, name=name, where=where) or self.keys.document(record, name=name, where=where)
+
+    def _unreadable(self, record: dict[str, Any], *, name: str, where: str) -> BadDocument | None:
+        for column, value in record.items():
+            if isinstance(value, Fault):
+                found = f"{where}, column {column!r}: {value.reason}"
+                if value.is_encoding:
+                    return BadDocument(name=name, kind="not UTF-8", found=found, required="UTF-8")
+                return BadDocument(name=name, kind="unreadable value", found=found, required=self.keys.required)
+        return None
 
 
 def _weight(record: dict[str, Any]) -> int:
