@@ -38,9 +38,9 @@ from megatron_dmtd.errors import DataError, DMTDError
 from megatron_dmtd.infra.console import ending_quietly
 
 _INPUTS = (
-    "any number and mixture of .jsonl and .json files (also with .gz, .bz2, .xz or .zst), .parquet files, glob patterns of "
-    "these, folders of text files, `stdlib` (this Python's own library), or hf:NAME?name=CONFIG&split=SPLIT&streaming=1 (what "
-    "`datasets` loads)"
+    "any number and mixture of .jsonl and .json files (also with .gz, .bz2, .xz or .zst), .parquet, .arrow and .feather files, "
+    "glob patterns of these, folders of text files, `stdlib` (this Python's own library), or "
+    "hf:NAME?name=CONFIG&split=SPLIT&streaming=1 (what `datasets` loads)"
 )
 
 

@@ -26,8 +26,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--input",
         nargs="+",
         required=True,
-        help="any number and mixture of .jsonl or .json (also with .gz, .bz2, .xz or .zst) and .parquet files, glob patterns of "
-        "these, folders of text files, `stdlib` (this Python's own library), or hf:NAME?split=SPLIT (what `datasets` loads)",
+        help="any number and mixture of .jsonl or .json (also with .gz, .bz2, .xz or .zst), .parquet, .arrow and .feather files, "
+        "glob patterns of these, folders of text files, `stdlib` (this Python's own library), or hf:NAME?split=SPLIT (what "
+        "`datasets` loads)",
     )
     parser.add_argument("--vocab-size", type=int, required=True, help="number of ids, including all bytes, EOS, PAD and MASK")
     parser.add_argument("--output", required=True, help="folder to write")

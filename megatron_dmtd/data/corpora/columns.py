@@ -33,7 +33,7 @@ def values_of(column: Any) -> list[Any]:
     import pyarrow
 
     reader = reader_of(column.type)
-    # KeyError: a key twice in a map, an unknown time zone. ValueError and OverflowError: no UTF-8, dates that Python does not have.
+    # KeyError: a key twice in a map, an unknown time zone. ValueError, OverflowError: no UTF-8, dates that Python does not have.
     unreadable = (ValueError, OverflowError, KeyError, TypeError, pyarrow.ArrowException)
     try:
         values: list[Any] = column.to_pylist(maps_as_pydicts="strict")
@@ -66,7 +66,9 @@ def reader_of(kind: Any) -> Reader | None:
         return _of_struct({kind.field(nth).name: reader_of(kind.field(nth).type) for nth in range(kind.num_fields)})
     if types.is_map(kind):
         return _of_map(reader_of(kind.item_type))
-    if any(is_kind(kind) for is_kind in (types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary)):
+    if any(
+        is_kind(kind) for is_kind in (types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary)
+    ):
         return _from_bytes
     nested = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
     if any(is_kind(kind) for is_kind in nested):

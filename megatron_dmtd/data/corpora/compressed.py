@@ -139,6 +139,7 @@ SIGNATURES = {
     **{suffix: codec.magic for suffix, codec in _CODECS.items()},
     ".zst": b"\x28\xb5\x2f\xfd",
     ".parquet": b"PAR1",
+    ".arrow": b"ARROW1\0\0",
 }
 
 

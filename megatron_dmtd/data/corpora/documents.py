@@ -17,7 +17,15 @@ from megatron_dmtd.infra.digests import stable_hash
 Split = Literal["all", "train", "heldout"]
 #: why a document cannot be used; what `--skip-bad` counts
 BadKind = Literal[
-    "not JSON", "no such key", "unreadable value", "not a string", "not UTF-8", "empty", "damaged file", "no chat", "control token"
+    "not JSON",
+    "no such key",
+    "unreadable value",
+    "not a string",
+    "not UTF-8",
+    "empty",
+    "damaged file",
+    "no chat",
+    "control token",
 ]
 
 

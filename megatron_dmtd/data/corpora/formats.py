@@ -9,7 +9,9 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from megatron_dmtd.data.corpora.compressed import COMPRESSIONS, SIGNATURES, ByteStream, DamagedFileError
+from megatron_dmtd.data.corpora.arrow_files import SUFFIXES as ARROW_SUFFIXES
+from megatron_dmtd.data.corpora.arrow_files import is_stream
+from megatron_dmtd.data.corpora.compressed import SIGNATURES, ByteStream, DamagedFileError
 from megatron_dmtd.errors import DataError
 
 #: bytes of content that are looked at
@@ -36,6 +38,8 @@ def format_of(content: bytes) -> str:
     """The suffix that files with this content have, of the formats that begin with a signature; else empty."""
     if content[1:4] == _SKIPPED_FRAME and content[0] & 0xF0 == 0x50:
         return ".zst"
+    if is_stream(content):
+        return ".arrow"
     return next((suffix for suffix, magic in SIGNATURES.items() if content.startswith(magic)), "")
 
 
@@ -46,7 +50,7 @@ def other_encoding(content: bytes) -> str:
 
 def check_signature(path: Path) -> None:
     """Raise `DataError` if the content of a file is of another format than its name says."""
-    claimed = path.suffix if path.suffix in (*COMPRESSIONS, ".parquet") else ""
+    claimed = ".arrow" if path.suffix in ARROW_SUFFIXES else path.suffix if path.suffix in SIGNATURES else ""
     with path.open("rb") as stream:
         start = stream.read(8)
     found = format_of(start)

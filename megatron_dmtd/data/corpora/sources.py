@@ -7,29 +7,31 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron_dmtd.data.corpora.arrow_files import SUFFIXES as ARROW_SUFFIXES
 from megatron_dmtd.data.corpora.compressed import COMPRESSIONS
 from megatron_dmtd.data.corpora.documents import BadDocument, Document, RecordKeys
 from megatron_dmtd.data.corpora.formats import check_signature, layout_of
 from megatron_dmtd.data.corpora.inputs import BLOCK_BYTES, Input
 from megatron_dmtd.data.corpora.json_arrays import ArrayInput
-from megatron_dmtd.data.corpora.tables import DatasetInput, ParquetInput
+from megatron_dmtd.data.corpora.tables import DatasetInput, TableInput
 from megatron_dmtd.data.corpora.text_files import STDLIB, LinesInput, folder_input, stdlib_input
 from megatron_dmtd.errors import DataError
 
 #: what the name of an input of the `datasets` library starts with
 HUB = "hf:"
 _LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_TABLE_SUFFIXES = (".parquet", *ARROW_SUFFIXES)
 _REQUIRED = (
-    f"{STDLIB}, a folder of text files, .jsonl or .json files (also with {', '.join(COMPRESSIONS)}), .parquet files, "
-    f"or {HUB}NAME of a data set"
+    f"{STDLIB}, a folder of text files, .jsonl or .json files (also with {', '.join(COMPRESSIONS)}), "
+    f"{', '.join(_TABLE_SUFFIXES)} files, or {HUB}NAME of a data set"
 )
 
 
 def open_inputs(names: Sequence[str], *, patterns: Sequence[str] = ("**/*.txt",), keys: RecordKeys | None = None) -> list[Input]:
     """All inputs that `names` stand for, in order; the files of a glob pattern are sorted.
 
-    A name is `stdlib`, a folder (its files that match `patterns`), a .jsonl, .json or .parquet file (the first two
-    also compressed), a glob pattern of such files, or `hf:` and what `datasets` loads.
+    A name is `stdlib`, a folder (its files that match `patterns`), a .jsonl, .json, .parquet, .arrow or .feather file (the first
+    two also compressed), a glob pattern of such files, or `hf:` and what `datasets` loads.
 
     Raises:
         DataError: a name is none of these or holds nothing.
@@ -62,13 +64,13 @@ def _open(name: str, *, patterns: Sequence[str], keys: RecordKeys) -> list[Input
 
 def _open_file(path: Path, *, keys: RecordKeys) -> Input:
     bare = path.with_suffix("") if path.suffix in COMPRESSIONS else path
-    if bare.suffix not in (*_LINES_SUFFIXES, ".parquet") or path.suffixes[-2:-1] == [".parquet"]:
+    if bare.suffix not in _LINES_SUFFIXES and path.suffix not in _TABLE_SUFFIXES:
         raise DataError(found=f"the file {path}", required=_REQUIRED, remedy="put the texts into such a file")
     if path.stat().st_size == 0:
         raise DataError(found=f"{path} is empty", required="at least one document", remedy="check how it was made")
-    if bare.suffix == ".parquet":
+    if path.suffix in _TABLE_SUFFIXES:
         check_signature(path)
-        return ParquetInput(path, keys)
+        return TableInput(path, keys)
     return ArrayInput(path, keys) if layout_of(path) == "array" else LinesInput(path, keys)
 
 

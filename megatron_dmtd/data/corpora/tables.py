@@ -1,18 +1,22 @@
-"""Inputs with columns: parquet files, and whatever the `datasets` library loads or streams.
+"""Inputs with columns: parquet and Arrow files, and whatever the `datasets` library loads or streams.
 
-The only module that uses `pyarrow` and `datasets`, which are imported when such an input is opened.
+`pyarrow` and `datasets` are imported when such an input is opened; no other module uses `datasets`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
+from megatron_dmtd.data.corpora.arrow_files import SUFFIXES as ARROW_SUFFIXES
+from megatron_dmtd.data.corpora.arrow_files import ArrowFile, check_stream_end
 from megatron_dmtd.data.corpora.columns import Fault, values_of
 from megatron_dmtd.data.corpora.documents import BadDocument, RecordKeys
 from megatron_dmtd.data.corpora.inputs import BLOCK_DOCUMENTS, Block, Entry, file_identity
@@ -57,27 +61,66 @@ def _weight(record: dict[str, Any]) -> int:
     return sum(len(value) if isinstance(value, str | bytes) else len(json.dumps(value, default=str)) for value in record.values())
 
 
-class ParquetInput:
-    """A parquet file. It is decoded in this process and tokenised in others, a few rows at a time."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Open:
+    """An open file of columns."""
+
+    names: list[str]
+    num_rows: int | None
+    """None: known only at its end."""
+    batches: Iterator[Any]
+
+
+@contextlib.contextmanager
+def _parquet(path: Path, keys: RecordKeys) -> Iterator[_Open]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        columns = [name for name in keys.columns if name in names]
+        yield _Open(names=names, num_rows=file.metadata.num_rows, batches=file.iter_batches(batch_size=_ROWS, columns=columns))
+
+
+@contextlib.contextmanager
+def _arrow(path: Path, keys: RecordKeys) -> Iterator[_Open]:
+    with ArrowFile(path, keys.columns) as file:
+        slices = (batch.slice(first, _ROWS) for batch in file.batches() for first in range(0, batch.num_rows, _ROWS))
+        yield _Open(names=file.names, num_rows=None, batches=slices)
+
+
+class TableInput:
+    """A file of columns, parquet or Arrow's own. It is decoded in this process and tokenised in others, a few rows at a time."""
 
     remark = ""
 
     def __init__(self, path: Path, keys: RecordKeys) -> None:
-        import pyarrow.parquet
-
         self.name = str(path)
         self.description = f"{keys.description} of {path.name}"
         self.num_bytes = path.stat().st_size
         self._path, self._keys, self._sha256 = path, keys, ""
-        required = f"a parquet file with a column {keys.key!r}"
+        self._is_arrow = path.suffix in ARROW_SUFFIXES
+        self._open = functools.partial(_arrow if self._is_arrow else _parquet, path, keys)
+        self._kind = f"{'an Arrow' if self._is_arrow else 'a parquet'} file"
+        with self._refusing(lambda: str(path)), self._open() as file:
+            names = file.names
+            rows = sum(batch.num_rows for batch in file.batches) if file.num_rows is None else file.num_rows
+        self._bytes_per_row = self.num_bytes / max(rows, 1)
+        if names.count(keys.key) != 1:
+            raise DataError(
+                found=f"{path} with the columns {names}",
+                required=f"{self._kind} with one column {keys.key!r}",
+                remedy="name another with --text-key or --messages-key",
+            )
+
+    @contextlib.contextmanager
+    def _refusing(self, where: Callable[[], str]) -> Iterator[None]:
+        import pyarrow
+
         try:
-            with pyarrow.parquet.ParquetFile(path) as file:
-                columns, self._num_rows = file.schema_arrow.names, file.metadata.num_rows
-        except pyarrow.ArrowException as error:
-            raise DataError(found=f"{path}: {error}", required=required, remedy="make or copy the file again") from error
-        if keys.key not in columns:
-            remedy = "name another with --text-key or --messages-key"
-            raise DataError(found=f"{path} with the columns {columns}", required=required, remedy=remedy)
+            yield
+        except (pyarrow.ArrowException, OSError) as error:
+            required, remedy = f"{self._kind}, whole", "make or copy the file again"
+            raise DataError(found=f"{where()}: {error}", required=required, remedy=remedy) from error
 
     def identity(self) -> str:
         """Path, size and time of change."""
@@ -90,32 +133,20 @@ class ParquetInput:
 
     def blocks(self, block_bytes: int) -> Iterator[Block]:
         """Runs of rows. Raises `DataError` where the file is damaged: what follows cannot be read."""
-        import pyarrow.parquet
-
         row = 1
-        bytes_per_row = self.num_bytes / max(self._num_rows, 1)
-        try:
-            with pyarrow.parquet.ParquetFile(self._path) as file:
-                for values in _runs(_records(file, self._keys), block_bytes):
-                    yield RowsBlock(
-                        table=self._path.name,
-                        where=str(self._path),
-                        first_row=row,
-                        keys=self._keys,
-                        values=values,
-                        num_bytes=round(bytes_per_row * len(values)),
-                    )
-                    row += len(values)
-        except (pyarrow.ArrowException, OSError) as error:
-            found = f"row {row} of {self._path}, or a later one: {error}"
-            raise DataError(found=found, required="a whole parquet file", remedy="make or copy the file again") from error
+        with self._refusing(lambda: f"row {row} of {self._path}, or a later one"), self._open() as file:
+            columns = [name for name in self._keys.columns if name in file.names]
+            for values in _runs((record for batch in file.batches for record in _rows(batch, columns)), block_bytes):
+                yield RowsBlock(
+                    table=self._path.name,
+                    where=str(self._path),
+                    first_row=row,
+                    keys=self._keys,
+                    values=values,
+                    num_bytes=round(self._bytes_per_row * len(values)),
+                )
+                row += len(values)
         self._sha256 = sha256_of_file(self._path)
-
-
-def _records(file: Any, keys: RecordKeys) -> Iterator[dict[str, Any]]:
-    columns = [name for name in keys.columns if name in file.schema_arrow.names]
-    for batch in file.iter_batches(batch_size=_ROWS, columns=columns):
-        yield from _rows(batch, columns)
 
 
 def _rows(batch: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
@@ -136,6 +167,8 @@ def _runs(values: Iterator[dict[str, Any]], block_bytes: int) -> Iterator[tuple[
         yield tuple(run)
 
 
+#: advice
+_NAMED = "faults of .jsonl, .parquet and .arrow files are named if they are read without hf:, and can be left out (--skip-bad)"
 _DATASET_OPTIONS = ("name", "split", "streaming", "data_files", "data_dir", "revision")
 
 
@@ -179,14 +212,17 @@ class DatasetInput:
 
         try:
             if (Path(path) / "dataset_info.json").is_file() or (Path(path) / "dataset_dict.json").is_file():
+                for file in sorted(Path(path).glob("**/*.arrow")):
+                    check_stream_end(file)  # `datasets` takes a truncated one for a shorter one
                 loaded = datasets.load_from_disk(path)
                 return (loaded[options["split"]] if isinstance(loaded, dict) else loaded), options["split"]
             return datasets.load_dataset(path, **options), options["split"]
         except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+            reasons = [f"{type(one).__name__}: {one}" for one in (error, error.__cause__) if one is not None]
             raise DataError(
-                found=f"{self.name}: {type(error).__name__}: {error}",
+                found=f"{self.name}: {'; '.join(reasons)}",
                 required="a data set that datasets.load_dataset or load_from_disk opens",
-                remedy="check the name and its options (hf:NAME?name=CONFIG&split=SPLIT)",
+                remedy=f"check the name and its options (hf:NAME?name=CONFIG&split=SPLIT); {_NAMED}",
             ) from error
 
     def identity(self) -> str:
@@ -225,5 +261,5 @@ class DatasetInput:
             raise DataError(
                 found=f"{self.name}: {type(error).__name__}: {error}",
                 required="a data set that can be read to its end",
-                remedy="correct its files; .jsonl files read without hf: are reported by line, and can be read with --skip-bad",
+                remedy=f"correct its files; {_NAMED}",
             ) from error

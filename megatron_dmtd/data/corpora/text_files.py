@@ -69,7 +69,8 @@ class FilesBlock:
     def entries(self) -> Iterator[Entry]:
         """Decode each file, with its line ends untouched, but for a byte order mark. Raises `DataError` if one is compressed."""
         for name, path, content in self.files:
-            if suffix := format_of(content):
+            # a text may well begin with `PAR1` or `BZh`, which are letters
+            if (suffix := format_of(content)) and not _is_plain(content):
                 raise DataError(
                     found=f"{path}, which holds the format of {suffix} files",
                     required="a folder of text files",
@@ -83,6 +84,13 @@ class FilesBlock:
                 yield BadDocument(name=name, kind="not UTF-8", found=found, required="text files in UTF-8")
             else:
                 yield text_document(text, name=name, where=path)
+
+
+def _is_plain(content: bytes) -> bool:
+    try:
+        return "\0" not in content.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
 
 
 class LinesInput:

@@ -49,6 +49,67 @@ def test_chats_in_parquet_are_chats(tmp_path):
     assert chat.chat.messages == turns[0]
 
 
+RAW = [b"one", b"b\xe9d", None, "zwölf, long enough for a view".encode(), b"\xff"]
+
+
+def faulty_column(kind):
+    """The same values, of which two are not UTF-8, as a column of each type that can hold a text."""
+    raw = pyarrow.array(RAW, pyarrow.large_binary() if kind == "large_string" else pyarrow.binary())
+    unchecked = {"string": pyarrow.string(), "large_string": pyarrow.large_string(), "dictionary": pyarrow.string()}
+    if kind in unchecked:
+        raw = pyarrow.Array.from_buffers(unchecked[kind], len(raw), raw.buffers())
+    if kind == "dictionary":
+        return pyarrow.DictionaryArray.from_arrays(pyarrow.array([0, 1, None, 2, 3], pyarrow.int32()), raw.drop_null())
+    return raw.cast(pyarrow.binary_view()) if kind == "binary_view" else raw
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "dictionary", "binary", "binary_view"])
+@pytest.mark.parametrize("container", ["parquet", "arrow"])
+def test_one_bad_row_is_one_bad_document(tmp_path, kind, container):
+    path = tmp_path / f"a.{container}"
+    table = pyarrow.table({"text": pyarrow.chunked_array([faulty_column(kind)] * 2)})
+    if container == "parquet":
+        pyarrow.parquet.write_table(table, path, row_group_size=3)
+    else:
+        with pyarrow.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table)
+    one, bad, null, four, *_ = found = entries(path)[0]
+    assert one.text == "one" and four.text == RAW[3].decode()
+    assert isinstance(bad, BadDocument) and bad.kind == "not UTF-8" and bad.name == f"a.{container}:2"
+    assert f"row 2 of {path}, column 'text': 'utf-8' codec can't decode byte 0xe9 in position 1" in bad.found
+    assert null.kind == "not a string"
+    assert [isinstance(entry, Document) for entry in found] == [True, False, False, True, False] * 2
+
+
+@pytest.mark.parametrize("streaming", ["0", "1"])
+def test_one_bad_row_of_a_data_set_is_one_bad_document(tmp_path, streaming, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    pyarrow.parquet.write_table(pyarrow.table({"text": faulty_column("string")}), tmp_path / "a.parquet")
+    one, bad, *_ = entries(f"hf:parquet?data_files={tmp_path / 'a.parquet'}&streaming={streaming}")[0]
+    assert one.text == "one" and bad.kind == "not UTF-8" and "row 2 of hf:parquet" in bad.found
+
+
+def test_values_that_python_cannot_hold_are_bad_rows(tmp_path):
+    days = pyarrow.array([0, 2**30], pyarrow.date32())
+    first, second = entries(write_parquet(tmp_path / "a.parquet", days))[0]
+    assert (first.kind, second.kind) == ("not a string", "unreadable value")
+    assert "row 2 of" in second.found and "a value of the type date32[day]: days=1073741824" in second.found
+    kind = pyarrow.list_(pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.binary())]))
+    turns = pyarrow.array([[{"role": "user", "content": content}] for content in (b"hi", b"\xe9", None)], kind)
+    path = write_parquet(tmp_path / "b.parquet", turns, column="turns")
+    good, bad, _ = entries(path, keys=RecordKeys(messages="turns"))[0]
+    assert good.chat.messages == [{"role": "user", "content": "hi"}] and bad.kind == "not UTF-8"
+
+
+def test_views_and_a_column_that_is_there_twice(tmp_path):
+    views = pyarrow.array(TEXTS, pyarrow.string_view())
+    assert [entry.text for entry in entries(write_parquet(tmp_path / "a.parquet", views))[0]] == TEXTS
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    pyarrow.parquet.write_table(twice, tmp_path / "b.parquet")
+    with pytest.raises(DataError, match="one column 'text'"):
+        open_inputs([str(tmp_path / "b.parquet")])
+
+
 def test_a_parquet_file_without_the_column_is_refused_at_the_opening(tmp_path):
     with pytest.raises(DataError, match=r"columns \['content', 'id'\]"):
         open_inputs([str(write_parquet(tmp_path / "a.parquet", TEXTS, column="content"))])

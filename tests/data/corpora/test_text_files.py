@@ -114,3 +114,14 @@ def test_the_standard_library_is_a_corpus_of_texts_without_installed_packages():
     assert all(isinstance(entry, Document) for block in one.blocks(BLOCK_BYTES) for entry in block.entries())
     (same,) = open_inputs(["stdlib"])
     assert same.identity() == one.identity()
+
+
+def test_a_text_may_begin_with_the_letters_of_another_format(tmp_path):
+    texts = {"a.txt": "BZh is a name", "b.txt": "PAR1 is a gene, and ARROW1\0 a word", "c.txt": "PAR1 is a gene"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    (one,) = open_inputs([str(tmp_path)], patterns=["a.txt", "c.txt"])
+    assert [entry.text for block in one.blocks(1000) for entry in block.entries()] == [texts["a.txt"], texts["c.txt"]]
+    (other,) = open_inputs([str(tmp_path)], patterns=["b.txt"])
+    with pytest.raises(DataError, match=r"b\.txt, which holds the format of \.parquet files"):  # no text has a NUL there
+        list(next(iter(other.blocks(1000))).entries())
