@@ -40,8 +40,6 @@ ROWS = (16, 96, 512)
 TURNS = 11
 #: Another product must take less than this fraction of torch's time, in three quarters of the turns.
 CLEARLY_FASTER = 0.96
-#: The measurement of a type ends early at this many seconds for one product: a processor without the type's instructions.
-HOPELESS_S = 0.05
 
 
 class Form(enum.StrEnum):
@@ -61,7 +59,7 @@ class Choice:
     rows: int
     product: str
     gflops: Mapping[str, float]
-    """Median rate of each candidate on one thread, by name."""
+    """Median rate of each candidate on one thread, by name; empty if there was nothing to choose from."""
 
 
 class Choices:
@@ -84,7 +82,7 @@ class Choices:
         """A line per decision."""
         lines = [f"{'type':9} {'product':16} {'rows':>5}  {'chosen':8}  GFLOP/s on one thread"]
         for choice in self.all:
-            rates = ", ".join(f"{name} {rate:.0f}" for name, rate in choice.gflops.items())
+            rates = ", ".join(f"{name} {rate:.0f}" for name, rate in choice.gflops.items()) or "the only one"
             lines.append(f"{choice.dtype:9} {choice.form:16} {choice.rows:5}  {choice.product:8}  {rates}")
         return "\n".join(lines)
 
@@ -185,6 +183,8 @@ def measured(candidates: Callable[[torch.dtype], Mapping[str, Product]]) -> tupl
 
 
 def _measured(candidates: Mapping[str, Product], dtype: torch.dtype, form: Form, rows: int) -> Choice:
+    if len(candidates) == 1:
+        return Choice(dtype=_word(dtype), form=form, rows=rows, product=next(iter(candidates)), gflops={})
     x, weight = _operands(dtype, form, rows)
     seconds = _times(candidates, x, weight)
     gflops = {name: round(2e-9 * rows * WIDTH**2 / statistics.median(times), 1) for name, times in seconds.items()}
@@ -206,16 +206,12 @@ def _operands(dtype: torch.dtype, form: Form, rows: int) -> tuple[torch.Tensor, 
 
 def _times(candidates: Mapping[str, Product], x: torch.Tensor, weight: torch.Tensor) -> dict[str, list[float]]:
     """CPU seconds of each candidate in each turn."""
-    if len(candidates) == 1:
-        return {name: [_seconds(one, x, weight)] for name, one in candidates.items()}
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for turn in range(TURNS + 1):
         for name, one in candidates.items():
             taken = _seconds(one, x, weight)
-            if turn or taken > HOPELESS_S:  # the first call prepares its kernel
+            if turn:  # the first call prepares its kernel
                 seconds[name].append(taken)
-        if any(times and times[-1] > HOPELESS_S for times in seconds.values()) and all(seconds.values()):
-            break
     return seconds
 
 

@@ -46,19 +46,21 @@ def _widened(x: torch.Tensor, weight_OE: torch.Tensor, bias_O: torch.Tensor | No
 PRODUCTS: dict[str, Product] = {"torch": _torch, "onednn": _onednn, "widened": _widened}
 
 
+@functools.cache
 def has_bf16_instructions() -> bool:
-    """Whether the processor multiplies bf16 faster than fp32."""
+    """Whether the processor multiplies bf16; if so, faster than fp32."""
     flags = {flag for fact in cpu_facts() for flag in fact.split()}
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def candidates(dtype: torch.dtype) -> Mapping[str, Product]:
-    """The products of a type that this machine can make."""
-    names = ["torch"]
-    if torch.backends.mkldnn.is_available() and (dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        names.append("onednn")
+    """The products of a type among which a measurement chooses on this machine."""
     if dtype == torch.bfloat16 and not has_bf16_instructions():
-        names.append("widened")
+        names = ["widened"]  # by rule: without instructions, torch's own take up to fifty times as long
+    elif torch.backends.mkldnn.is_available() and (dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        names = ["torch", "onednn"]
+    else:
+        names = ["torch"]
     return {name: PRODUCTS[name] for name in names}
 
 
@@ -85,8 +87,11 @@ def _choices(run_folder: Path | None) -> Choices:
 
 def product(x: torch.Tensor, weight_OE: torch.Tensor, form: Form, bias_O: torch.Tensor | None = None) -> torch.Tensor:
     """`x @ weight.T + bias` for `x` of shape `[..., E]`, both of one type and any strides."""
-    if x.dtype not in TYPES or x.device.type != "cpu" or x.numel() * weight_OE.shape[0] < SMALL:
+    if x.dtype not in TYPES or x.device.type != "cpu":
         return _no_view(_torch(x, weight_OE, bias_O))
+    if x.numel() * weight_OE.shape[0] < SMALL:
+        small = _torch if x.dtype != torch.bfloat16 or has_bf16_instructions() else _widened
+        return _no_view(small(x, weight_OE, bias_O))
     rows = x.shape[-1] if form is Form.WEIGHT_GRAD else x.numel() // x.shape[-1]
     return _no_view(PRODUCTS[choices_of_this_machine().name(x.dtype, form, rows)](x, weight_OE, bias_O))
 

@@ -305,7 +305,7 @@ def _throughput(run: RunState, log: RunLog) -> Throughput:
 
 def _tell_slow_products(run: RunState, log: RunLog) -> None:
     if run.config.training.precision == "bf16" and not run.platform.is_cuda and not has_bf16_instructions():
-        log.message("bf16 is slower than fp32 on this processor, which has no instructions for it")
+        log.message("bf16 saves memory but no time on this processor, which has no instructions for it: products run in fp32")
 
 
 def _tell_differences(config: Config, log: RunLog) -> None:

@@ -1,7 +1,7 @@
 """What multiplies in a training run: oneDNN gives the curve of torch, a resumed run keeps its choices, bf16 the curve of fp32.
 
-Levels, over ten steps of a tiny model: oneDNN 1e-5 in the loss (sums in another order; 5e-7 seen), bitwise between a run and the
-same run resumed, bf16 0.03 in a loss that falls by 1 (0.006 seen).
+Levels, over ten steps of a tiny model: oneDNN 1e-5 in the loss (at these sizes both libraries gave the same bits on an AVX-512
+machine), bitwise between a run and the same run resumed, bf16 0.005 in a loss that falls by 0.24 (0.001 seen).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_bf16_gives_the_curve_of_fp32(tiny: Config, name: str) -> None:
         pytest.skip("oneDNN does not multiply bf16 on this processor")
     in_fp32, _ = run_ranks(1, curve_by, "torch", tiny)[0]
     in_bf16, _ = run_ranks(1, curve_by, name, with_settings(tiny, training={"precision": "bf16"}))[0]
-    assert in_bf16 != in_fp32 and in_bf16 == pytest.approx(in_fp32, abs=0.03)
+    assert in_bf16 != in_fp32 and in_bf16 == pytest.approx(in_fp32, abs=0.005)
 
 
 def test_a_resumed_run_keeps_its_choices_when_the_cache_is_lost(tiny: Config, tmp_path: Path) -> None:

@@ -67,6 +67,24 @@ def test_a_run_goes_by_its_own_copy_whatever_happens_to_the_cache(tmp_path: Path
     assert choices.choose(products.candidates, cache, run).all == first.all and not cache.exists()
 
 
+def test_bf16_without_instructions_is_widened_by_rule_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "WIDTH", 32)
+    monkeypatch.setattr(products, "has_bf16_instructions", lambda: False)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("its fp32 products would ask for the choices that are being made")
+
+    monkeypatch.setitem(products.PRODUCTS, "widened", refuse)
+    found = choices.Choices(choices.measured(products.candidates))
+    assert {row.product for row in found.all if row.dtype == "bfloat16"} == {"widened"} and "the only one" in str(found)
+
+
+def test_bf16_without_instructions_is_widened_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(3, 5).bfloat16(), torch.randn(7, 5).bfloat16()
+    monkeypatch.setattr(products, "has_bf16_instructions", lambda: False)
+    assert torch.equal(products.linear(x, weight), (x.float() @ weight.float().t()).bfloat16())
+
+
 def test_without_a_cache_the_choices_live_as_long_as_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "WIDTH", 32)
     (tmp_path / "file").write_text("")
