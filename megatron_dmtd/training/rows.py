@@ -18,7 +18,7 @@ from megatron_dmtd.data.batches.blending import BlendedDataset
 from megatron_dmtd.data.batches.dataset import PackedDataset
 from megatron_dmtd.data.batches.loader import batches, prefetched
 from megatron_dmtd.data.batches.rows import RowSource
-from megatron_dmtd.data.corpora.verify import check_tokenizer
+from megatron_dmtd.data.corpora.verify import check_one_tokenizer, check_tokenizer
 from megatron_dmtd.errors import ConfigError
 from megatron_dmtd.training.objectives import Microbatch, Objective
 from megatron_dmtd.training.state import RunState
@@ -40,6 +40,7 @@ OpenSources = Callable[[Config], Sources]
 def open_corpora(config: Config) -> Sources:
     """The packed corpora that `data` names. Raises `DataError` or `ConfigError` for those that cannot be used."""
     data = config.data
+    check_one_tokenizer((*data.train, *data.valid))
     return Sources(train=_training_corpora(config), valid=open_corpus(config, data.valid) if data.valid else None)
 
 

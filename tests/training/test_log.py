@@ -208,4 +208,4 @@ def test_wandb_is_offline_without_a_key_and_a_resume_keeps_the_run_id(tmp_path, 
     assert len(run_id) == 8
     stores = list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
     assert stores and all(store.stat().st_size > 0 for store in stores)
-    assert any(b"loss" in store.read_bytes() for store in stores)
+    assert any(b"loss" in store.read_bytes() and b"elapsed_s" in store.read_bytes() for store in stores)

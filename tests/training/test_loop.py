@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dmtd.config import Config
+from megatron_dmtd.config import Config, from_yaml
 from megatron_dmtd.errors import CheckpointError, ConfigError
 from megatron_dmtd.training.checkpoints import paths
 from megatron_dmtd.training.log import METRICS_FILE, read_metrics
@@ -117,6 +117,36 @@ def test_an_evaluation_that_was_caught_up_with_is_logged_once_though_the_run_die
         shutil.copytree(tmp_path / "copy", config.checkpoint.dir)
     run_ranks(1, run_job, config)
     _assert_same_run(config, whole[1])
+
+
+def test_settings_of_how_a_run_works_and_what_it_measures_have_their_effect_after_a_resume(
+    corpus: tuple[str, str], tmp_path: Path, whole: dict[int, Config]
+) -> None:
+    """In the next steps, evaluations, lines and saves; and not in a bit of the last checkpoint."""
+    config = _config(corpus, tmp_path, training={"eval_at_start": False})
+    run_ranks(1, run_job, with_settings(config, training={"steps": 2}, optimizer={"decay_steps": 6}))
+    changed = with_settings(
+        config,
+        model={"max_position_embeddings": 64, "family": "qwen3"},
+        data={"valid": (corpus[1],), "prefetch_batches": 0, "cache_dir": str(tmp_path / "cache")},
+        training={"eval_interval": 1, "eval_batches": 1, "eval_at_start": True},
+        checkpoint={"interval": 1, "keep_last": 1, "keep_every": 4, "asynchronous": False},
+        logging={"interval": 1, "dir": str(tmp_path / "elsewhere"), "peak_tflops": 1e-3},
+    )
+    run_ranks(1, run_job, changed)
+    name, root = paths.step_directory_name, Path(config.checkpoint.dir)
+    assert [path.name for path in paths.step_directories(root)] == [name(4), name(6)]
+    assert_same_checkpoint(root / name(6), Path(whole[1].checkpoint.dir) / name(6))
+    assert from_yaml(root / name(6) / paths.CONFIG_FILE) == changed
+    records = read_metrics(tmp_path / "elsewhere" / METRICS_FILE)
+    assert [(record["step"], "eval_loss" in record) for record in records] == [
+        (step, is_evaluation) for step in (3, 4, 5, 6) for is_evaluation in (False, True)
+    ]
+    assert all(record["mfu"] > 0 for record in records if "loss" in record)
+    assert any((tmp_path / "cache").iterdir())
+    (last,) = (line["eval_loss"] for line in lines_of(whole[1]) if line["step"] == 6 and "eval_loss" in line)
+    assert records[-1]["eval_loss"] != last, "another held-out corpus, and less of it"
+    assert [line["step"] for line in lines_of(config)] == [2, 2], "the old log is left alone"
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ Shape legend: N tokens of a chunk or a document, Z documents of a chunk.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,6 +83,21 @@ def check_tokenizer(prefix: str, tokenizer_dir: str) -> None:
             found=f"{tokenizer_dir}/tokenizer.json with the sha256 {found[:16]}...",
             required=f"the tokenizer that made {prefix}: {manifest.tokenizer_sha256[:16]}...",
             remedy="name the tokenizer of the corpus, or tokenise the corpus again with this one",
+        )
+
+
+def check_one_tokenizer(prefixes: Sequence[str]) -> None:
+    """Raise `DataError` if the manifests of token files name different tokenizers. Those without a manifest are not compared."""
+    made_by: dict[str, str] = {}
+    for prefix in prefixes:
+        manifest = read_manifest(prefix)
+        if manifest is not None and manifest.tokenizer_sha256:
+            made_by.setdefault(manifest.tokenizer_sha256, prefix)
+    if len(made_by) > 1:
+        raise DataError(
+            found=", ".join(f"{prefix} of the tokenizer {sha256[:16]}..." for sha256, prefix in made_by.items()),
+            required="token files of one tokenizer: the same id means the same token in all of them",
+            remedy="tokenise them again with one, or leave some out",
         )
 
 

@@ -10,7 +10,7 @@ from megatron_dmtd.data.corpora.documents import RecordKeys
 from megatron_dmtd.data.corpora.preprocess import PreprocessOptions, preprocess
 from megatron_dmtd.data.corpora.sources import open_inputs
 from megatron_dmtd.data.corpora.tokenizer import load_tokenizer, train_bpe
-from megatron_dmtd.data.corpora.verify import inspect, verify
+from megatron_dmtd.data.corpora.verify import check_one_tokenizer, inspect, verify
 from megatron_dmtd.errors import DataError
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -83,6 +83,16 @@ def test_another_tokenizer_is_found(prefix, tmp_path):
         verify(prefix, tokenizer_dir=str(tmp_path / "other"))
     with pytest.raises(DataError, match="the tokenizer that made"):
         list(inspect(prefix, range(1), tokenizer_dir=str(tmp_path / "other"), cycle_length=4, color=False))
+
+
+def test_token_files_of_several_tokenizers_are_found(prefix, write_tokens, tmp_path):
+    check_one_tokenizer([prefix, write_tokens([[1, 2]], name="foreign")])
+    other = str(tmp_path / "other")
+    for suffix in (".bin", ".idx", ".json"):
+        Path(other + suffix).write_bytes(Path(prefix + suffix).read_bytes())
+    edit_manifest(other, tokenizer_sha256="ab" * 32)
+    with pytest.raises(DataError, match=r"c of the tokenizer .*other of the tokenizer abababababababab\.\.\."):
+        check_one_tokenizer([prefix, other])
 
 
 def test_negative_ids_and_empty_documents_are_found(write_tokens):

@@ -283,11 +283,19 @@ def _differing(sections: dict[str, Any], corpus: tuple[str, str], tmp_path: Path
     return folder.get(name, sections)
 
 
-def test_what_only_says_how_a_run_works_leaves_every_bit_of_the_next_save(corpus: tuple[str, str], tmp_path: Path) -> None:
-    config = _config(corpus)
+@pytest.mark.parametrize(
+    ("ranks", "is_distributed"),
+    [(1, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, False), (2, True), (2, False)))],
+)
+def test_what_only_says_how_a_run_works_leaves_every_bit_of_the_next_save(
+    ranks: int, is_distributed: bool, corpus: tuple[str, str], tmp_path: Path
+) -> None:
+    config = with_settings(_config(corpus), parallel={"distributed_optimizer": is_distributed})
     changes = {name: _differing(sections, corpus, tmp_path, name) for name, sections in SAME_BITS.items()}
+    if not is_distributed:
+        del changes["parallel.overlap_param_gather"]  # which is of the distributed optimizer
     assert all(with_settings(config, **sections) != config for sections in changes.values())
-    run_ranks(1, _session, config, {"same": {}} | changes, str(tmp_path))
+    run_ranks(ranks, _session, config, {"same": {}} | changes, str(tmp_path))
     unchanged = tensors_of(tmp_path / "same" / "step_00000003")
     for name, sections in changes.items():
         directory = tmp_path / name / "step_00000003"
@@ -312,10 +320,19 @@ def _one_more(config: Config, saved: str, root: str) -> tuple[float, int]:
     return result.loss.values()["loss"], run.rows
 
 
-@pytest.mark.parametrize("name", SAME_TO_ROUNDING)
-def test_another_layout_makes_the_same_next_step_up_to_rounding(name: str, corpus: tuple[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "is_distributed"),
+    [
+        pytest.param(name, flag, id=f"{name}-{'distributed' if flag else 'plain'}", marks=[] if is_quick else pytest.mark.slow)
+        for name in SAME_TO_ROUNDING
+        for flag, is_quick in ((True, True), (False, name in ("parallel.tensor", "parallel.pipeline")))
+    ],
+)
+def test_another_layout_makes_the_same_next_step_up_to_rounding(
+    name: str, is_distributed: bool, corpus: tuple[str, str], tmp_path: Path
+) -> None:
     world_size, sections = SAME_TO_ROUNDING[name]
-    config = _config(corpus)
+    config = with_settings(_config(corpus), parallel={"distributed_optimizer": is_distributed})
     run_ranks(1, _session, config, {"same": {}}, str(tmp_path))
     saved = tmp_path / "saved" / "step_00000002"
     changed = with_settings(config, **sections)

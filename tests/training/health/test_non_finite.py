@@ -101,6 +101,10 @@ def test_a_bounded_number_of_bad_steps_is_skipped_and_counted_over_the_whole_run
     assert sorted(path.name for path in Path(config.checkpoint.dir).glob("bad_step_*")) == [
         f"bad_step_{step:08d}.json" for step in (2, 4, 6)
     ]
+    # A resume may allow more of them.
+    more = with_settings(config, training={"max_bad_steps": 3}, optimizer={"decay_steps": 6})
+    assert run_ranks(1, _spoil, more, 0, (6,))[0][0] == "done"
+    assert common_of(Path(config.checkpoint.dir) / "step_00000006")["progress"]["bad_steps"] == 3
 
 
 def _skip_and_compare(config: Config) -> bool:
