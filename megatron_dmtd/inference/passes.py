@@ -99,6 +99,9 @@ class QueryRuns:
     row: torch.Tensor
     query_start: torch.Tensor
     row_start: torch.Tensor
+    num_queries: int
+    native: tuple[int, int, int, int]
+    """Addresses of the three, and the number of chunks: arguments of native kernels."""
 
 
 #: A batch by its chunks: the queries of each, and all of its rows.
@@ -213,7 +216,9 @@ class Pass:
     def _query_runs(self, queries: Sequence[int]) -> QueryRuns:
         row_start = [start for start, _ in self.chunk_runs] + [len(self)]
         query_start = [bisect_left(queries, start) for start in row_start]
-        return QueryRuns(torch.tensor(queries), torch.tensor(query_start), torch.tensor(row_start))
+        columns = torch.tensor(queries), torch.tensor(query_start), torch.tensor(row_start)
+        row, first_query, first_row = (column.data_ptr() for column in columns)
+        return QueryRuns(*columns, len(queries), (row, first_query, first_row, len(row_start) - 1))
 
     # For attention in torch.
 
@@ -244,6 +249,16 @@ class GroupAddresses:
         self._run, self._window = run, run.groups.window[group]
         self.table, self.first_column = run.groups.table[group], run.groups.first_column[group]
         self._batches: dict[bool, list[AttentionBatch]] = {}
+
+    @cached_property
+    def native_table(self) -> tuple[int, int]:
+        """Address of the table of pages and its columns: arguments of native kernels."""
+        return self.table.page_SP.data_ptr(), self.table.page_SP.shape[1]
+
+    @cached_property
+    def native_reads(self) -> tuple[int, ...]:
+        """Addresses of the columns of `Reads`."""
+        return tuple(self._run.column_pointers[self.first_column : self.first_column + len(Reads._fields)])
 
     @cached_property
     def stored(self) -> Stored:

@@ -4,6 +4,7 @@
     python tools/bench/decode.py --threads 2 --batches 1 2 4 8 --contexts 128 1024
     python tools/bench/decode.py --batches 1 --contexts 128 4096 --hf --profile --rounds 9
     python tools/bench/decode.py --alignment --contexts 128
+    python tools/bench/decode.py --prefill 512 1536
 
 Kinds take turns in every round, a whole cycle of tokens each, so that drift of the machine meets all of them; figures are medians
 over rounds. Caches are filled with random numbers instead of by a prompt: the time of a step depends on their length only.
@@ -92,6 +93,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--profile", action="store_true", help="also where the time of a cycle goes, at the first batch and context"
     )
     parser.add_argument("--alignment", action="store_true", help="instead: requests at mixed phases, heads aligned and not")
+    parser.add_argument(
+        "--prefill",
+        type=int,
+        nargs="+",
+        metavar="TOKENS",
+        help="instead: prompts of these lengths, one at a time, to their first token",
+    )
     parser.add_argument("--json", help="file to write all figures to")
     return parser.parse_args(argv)
 
@@ -440,6 +448,37 @@ def alignment(model: ModelWeights, kind: str, batch: int, context: int, options:
     return figures
 
 
+def prefill(model: ModelWeights, length: int, options: argparse.Namespace, flops_per_s: float) -> list[dict]:
+    """Prompt tokens per second of every kind, which take turns; and the share of the time that products need at peak."""
+    import torch
+
+    from megatron_dmtd.inference import Engine
+
+    room = length + 2 * CYCLE
+    config = EngineConfig(max_batch=1, max_length=room, cache_tokens=room + 32, prefix_caching=False, kernels=options.kernels)
+    engines = {kind: Engine(as_kind(model, kind), config) for kind in options.kinds}
+    prompt = torch.randint(0, 1000, (length,), generator=torch.Generator().manual_seed(1)).tolist()
+
+    def first_token_s(engine: Engine) -> float:
+        return timed(lambda: engine.generate([prompt], max_new_tokens=1, params=PARAMS))
+
+    turns = range(options.rounds + 1)
+    rounds = [{kind: first_token_s(engine) for kind, engine in engines.items()} for _ in turns][1:]
+    figures = []
+    for kind in options.kinds:
+        seconds = statistics.median(one[kind] for one in rounds)
+        streams = 2 if kind != VANILLA and VARIANTS[kind][0] == "real" else 1
+        weights = [sum(one.weight.numel() for one in linears_of(model, name)) for name in (PARALLEL, SEQUENTIAL)]
+        least_s = 2 * length * (streams * weights[0] + weights[1]) / flops_per_s
+        ratio = statistics.median(one[kind] / one[VANILLA] for one in rounds) if VANILLA in rounds[0] else None
+        figures.append({"kind": kind, "length": length, "tokens_per_s": length / seconds, "time_to_vanilla": ratio})
+        figures[-1]["share_of_limit"] = least_s / seconds
+        shown = "-" if ratio is None else f"{ratio:.2f}"
+        rate, share = length / seconds, least_s / seconds
+        print(f"prompt of {length}, {kind}: {rate:.0f} tokens/s, {shown} of vanilla's time, {share:.2f} of the limit", flush=True)
+    return figures
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 2 refused."""
     options = arguments(argv)
@@ -468,6 +507,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if options.alignment:
                 cells = [(kind, batch) for kind in options.kinds if kind != VANILLA for batch in options.batches]
                 results["alignment"] = [alignment(model, kind, batch, options.contexts[0], options) for kind, batch in cells]
+            elif options.prefill:
+                results["prefill"] = [row for length in options.prefill for row in prefill(model, length, options, peak)]
             else:
                 results["kernels"] = show_kernels(model, 2 * CYCLE * max(options.batches))
                 results["cells"] = []

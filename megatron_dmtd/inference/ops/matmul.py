@@ -58,6 +58,7 @@ class DenseProduct:
             "products": self._products,
             "transposed": _transposed,
         }
+        self._native_arguments: dict[Linear, tuple[int, int | None, int, int, bool]] = {}
         self._wide = torch.empty(0)
         self.measured_ms: dict[int, dict[str, float]] = {}
         """Milliseconds of each kernel for all `linears` once, by number of rows."""
@@ -83,20 +84,29 @@ class DenseProduct:
     def into(self, out: torch.Tensor, x: torch.Tensor, linear: Linear, residual: torch.Tensor | None) -> torch.Tensor:
         """See `Product`."""
         assert isinstance(linear, DenseLinear), type(linear)
-        return self.kernels[self.kernel_for(x.shape[0])](out, x, linear, residual)
+        rows = len(x)
+        if rows <= FEW_ROWS:
+            return self._native(out, x, linear, residual)
+        return self.kernels[self.kernel_for(rows)](out, x, linear, residual)
 
     def _native(self, out: torch.Tensor, x: torch.Tensor, linear: DenseLinear, residual: torch.Tensor | None) -> torch.Tensor:
-        weight, bias = linear.weight, linear.bias
+        known = self._native_arguments.get(linear)
+        if known is None:  # weights are never moved
+            weight, bias = linear.weight, linear.bias
+            bias_pointer = None if bias is None else bias.data_ptr()
+            known = weight.data_ptr(), bias_pointer, linear.in_features, linear.out_features, weight.dtype == torch.bfloat16
+            self._native_arguments[linear] = known
+        weight_pointer, bias_pointer, num_in, num_out, is_bf16 = known
         self.library.dmtd_matmul(
             x.data_ptr(),
-            weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
+            weight_pointer,
+            bias_pointer,
             None if residual is None else residual.data_ptr(),
             out.data_ptr(),
-            x.shape[0],
-            x.shape[1],
-            weight.shape[0],
-            weight.dtype == torch.bfloat16,
+            len(x),
+            num_in,
+            num_out,
+            is_bf16,
         )
         return out
 

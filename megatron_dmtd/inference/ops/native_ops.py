@@ -9,6 +9,7 @@ feed-forward width.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
 import torch
 
@@ -43,6 +44,28 @@ class Buffer:
         return view
 
 
+@dataclass(frozen=True, slots=True)
+class VisitArguments:
+    """What the kernels of a visit are given in every pass: addresses (None: no norm) and sizes."""
+
+    norms_and_rotary: tuple[int | None, int | None, int, int]
+    pages: tuple[int, int]
+    heads: tuple[int, int, int]
+    """Query heads, key/value heads, head width."""
+    eps: float
+
+
+def _arguments(visit: LayerVisit) -> VisitArguments:
+    weights, sizes, pages = visit.weights, visit.attention, visit.pages.native
+    norms = _pointer(weights.q_norm), _pointer(weights.k_norm)
+    return VisitArguments(
+        norms_and_rotary=(*norms, visit.rotary.cos_ND.data_ptr(), visit.rotary.sin_ND.data_ptr()),
+        pages=(pages.k, pages.v),
+        heads=(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim),
+        eps=0.0 if sizes.qk_norm is None else sizes.qk_norm.eps,
+    )
+
+
 class NativeKernels:
     """Kernels and buffers for one model."""
 
@@ -50,11 +73,19 @@ class NativeKernels:
         """`max_rows`: of a pass that decodes. The products of more, which are pieces of prompts, are not measured."""
         self.library = load_kernels()
         self.products: dict[type, Product] = {DenseLinear: _dense_product(model, self.library, max_rows)}
+        self._arguments: dict[LayerVisit, VisitArguments] = {}
         decoder = model.schedule.decoder
         self.norms = _buffers({decoder.hidden_size})
         self.linears = _buffers({linear.out_features for layer in model.layers for linear in (layer.qkv, layer.gate_up)})
         self.gated = _buffers({layer.spec.mlp.intermediate_size for layer in model.layers})
         self.attended = _buffers({layer.spec.attention.query_size for layer in model.layers})
+
+    def arguments_of(self, visit: LayerVisit) -> VisitArguments:
+        """Those of a visit, looked up once: weights and pages are never moved."""
+        known = self._arguments.get(visit)
+        if known is None:
+            known = self._arguments[visit] = _arguments(visit)
+        return known
 
     @staticmethod
     def check(decoder: DecoderSpec, *, dtype: torch.dtype, device: torch.device, page_size: int) -> None:
@@ -96,7 +127,7 @@ class NativeOps:
 
     def linear(self, x_RX: torch.Tensor, linear: Linear) -> torch.Tensor:
         """See `Ops`."""
-        return self._into(self._kernels.linears[linear.out_features][x_RX.shape[0]], x_RX, linear, None)
+        return self._into(self._kernels.linears[linear.out_features][len(x_RX)], x_RX, linear, None)
 
     def linear_add(self, x: torch.Tensor, linear: Linear, residual_RX: torch.Tensor) -> torch.Tensor:
         """See `Ops`."""
@@ -114,54 +145,38 @@ class NativeOps:
 
     def rotate_and_store(self, qkv: torch.Tensor, visit: LayerVisit) -> torch.Tensor:
         """See `Ops`. In place."""
-        run, weights, sizes, pages = self.run, visit.weights, visit.attention, visit.pages.native
-        addresses, columns = run.addresses(visit.group), run.column_pointers
-        tables = addresses.table.page_SP
+        run, known = self.run, self._kernels.arguments_of(visit)
+        columns = run.column_pointers
         self._library.dmtd_rotate_and_store(
             qkv.data_ptr(),
-            _pointer(weights.q_norm),
-            _pointer(weights.k_norm),
-            visit.rotary.cos_ND.data_ptr(),
-            visit.rotary.sin_ND.data_ptr(),
+            *known.norms_and_rotary,
             columns[POSITION],
             columns[SLOT],
             columns[ENTRY],
-            tables.data_ptr(),
-            tables.shape[1],
-            pages.k,
-            pages.v,
-            qkv.shape[0],
-            sizes.num_attention_heads,
-            sizes.num_key_value_heads,
-            sizes.head_dim,
+            *run.addresses(visit.group).native_table,
+            *known.pages,
+            len(qkv),
+            *known.heads,
             run.page_size,
-            0.0 if sizes.qk_norm is None else sizes.qk_norm.eps,
+            known.eps,
         )
         return qkv
 
     def attend(self, qkv: torch.Tensor, visit: LayerVisit, *, final_only: bool) -> torch.Tensor:
         """See `Ops`."""
-        run, sizes, pages = self.run, visit.attention, visit.pages.native
-        addresses, columns = run.addresses(visit.group), run.column_pointers
-        tables, first = addresses.table.page_SP, addresses.first_column
+        run, known = self.run, self._kernels.arguments_of(visit)
+        addresses = run.addresses(visit.group)
         queries = run.final_runs if final_only else run.all_runs
-        out = self._kernels.attended[sizes.query_size][queries.row.shape[0]]
+        out = self._kernels.attended[visit.attention.query_size][queries.num_queries]
         self._library.dmtd_attend(
             qkv.data_ptr(),
-            pages.k,
-            pages.v,
-            tables.data_ptr(),
-            tables.shape[1],
-            columns[SLOT],
-            *columns[first : first + 4],
-            queries.row.data_ptr(),
-            queries.query_start.data_ptr(),
-            queries.row_start.data_ptr(),
-            queries.row_start.shape[0] - 1,
+            *known.pages,
+            *addresses.native_table,
+            run.column_pointers[SLOT],
+            *addresses.native_reads,
+            *queries.native,
             out.data_ptr(),
-            sizes.num_attention_heads,
-            sizes.num_key_value_heads,
-            sizes.head_dim,
+            *known.heads,
             run.page_size,
         )
         return out

@@ -62,6 +62,15 @@ def test_alignment_and_cpu_time(bench, tmp_path):
     assert row["gain"] == row["aligned"] / row["free"]
 
 
+def test_prompts_are_timed_to_their_first_token(bench, tmp_path):
+    out = tmp_path / "figures.json"
+    kinds = ["--kinds", "vanilla", "bidirectional-refresh"]
+    assert bench.main([*SMALL, *kinds, "--prefill", "21", "--json", str(out)]) == 0
+    vanilla, refresh = json.loads(out.read_text())["prefill"]
+    assert (vanilla["kind"], vanilla["length"], vanilla["time_to_vanilla"]) == ("vanilla", 21, 1.0)
+    assert refresh["tokens_per_s"] > 0 and refresh["share_of_limit"] > 0
+
+
 def test_the_limit_by_weight_traffic_is_that_of_the_design(bench):
     """Qwen3-4B: 36 layers, 28 of them parallel, and a head that weighs 3.85 layers."""
     bench.MODEL |= {"num_parallel_layers": 28, "num_sequential_layers": 8}
