@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_dmtd.infra.files import write_atomically
 from megatron_dmtd.infra.json_files import parse_object
@@ -173,7 +174,8 @@ def _of_the_machine(candidates: Callable[[torch.dtype], Mapping[str, Product]], 
 
 def measured(candidates: Callable[[torch.dtype], Mapping[str, Product]]) -> tuple[Choice, ...]:
     """A decision for each type, form and number of rows."""
-    with _one_thread(), torch.no_grad():
+    # A caller may be in a mode that changes what operators do, such as fake tensors, which cost nothing to multiply.
+    with _one_thread(), torch.no_grad(), _disable_current_modes():
         return tuple(
             _measured(candidates(dtype), dtype, form, rows)
             for dtype in (torch.float32, torch.bfloat16)

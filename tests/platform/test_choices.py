@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from megatron_dmtd.platform import choices, products
 from megatron_dmtd.platform.choices import Form
@@ -65,6 +66,20 @@ def test_a_run_goes_by_its_own_copy_whatever_happens_to_the_cache(tmp_path: Path
     assert choices.choose(products.candidates, cache, run).all == first.all
     cache.unlink()
     assert choices.choose(products.candidates, cache, run).all == first.all and not cache.exists()
+
+
+def test_real_products_are_measured_even_where_tensors_are_fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "WIDTH", 32)
+    seen = set()
+
+    def spy(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        seen.add(type(x))
+        return torch.nn.functional.linear(x, weight, bias)
+
+    with FakeTensorMode():
+        assert isinstance(torch.empty(1), FakeTensor)
+        choices.measured(lambda _: {"torch": spy, "onednn": spy})
+    assert seen == {torch.Tensor}
 
 
 def test_bf16_without_instructions_is_widened_by_rule_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
