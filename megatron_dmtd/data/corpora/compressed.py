@@ -6,11 +6,13 @@ The only module that uses `zstandard`, which is imported when a .zst file is ope
 from __future__ import annotations
 
 import bz2
+import enum
 import hashlib
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,17 @@ class DamagedFileError(Exception):
     """A compressed file that is truncated or corrupt. What came before the damage is good."""
 
 
+class _Follows(enum.Enum):
+    """What comes after the end of a compressed stream."""
+
+    STREAM = enum.auto()
+    """Another one."""
+    GARBAGE = enum.auto()
+    """Bytes that the format's own tool leaves out, to the end of the file."""
+    UNKNOWN = enum.auto()
+    """That depends on bytes that are not there yet. At the end of the file: a stream that is cut off."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Codec:
     new_decoder: Callable[[], Any]
@@ -34,8 +47,8 @@ class _Codec:
     """What it raises at damage."""
     magic: bytes
     """What every stream begins with."""
-    ends_at_garbage: bool
-    """Whether the format's own tool takes what follows a stream and is none for the end of the file."""
+    follows: Callable[[bytes], tuple[_Follows, bytes]]
+    """What comes after a stream, by the bytes after it (at least one), and these without padding."""
 
 
 class ByteStream:
@@ -69,20 +82,20 @@ class ByteStream:
         return self._raw() if self._codec is None else self._decompressed(self._codec)
 
     def _decompressed(self, codec: _Codec) -> Iterator[bytes]:
-        """A file may be several compressed streams one after the other (`cat a.gz b.gz`, pigz, pzstd), padded with zeros."""
-        decoder, begun, rest, damage = None, False, b"", ""
+        """A file may be several compressed streams one after the other (`cat a.gz b.gz`, pigz, pzstd)."""
+        decoder, rest, damage = codec.new_decoder(), b"", ""
         raw = self._raw()
         for chunk in raw:
             rest += chunk
             while rest and not damage:
                 if decoder is None:
-                    rest = rest.lstrip(b"\0") if begun else rest
-                    if begun and len(rest) < len(codec.magic):
-                        break
-                    if begun and codec.ends_at_garbage and not rest.startswith(codec.magic):
-                        self._leave_out(len(rest), raw)
+                    follows, rest = codec.follows(rest)
+                    if follows is _Follows.GARBAGE:
+                        self._leave_out(rest, raw)
                         return
-                    decoder, begun = codec.new_decoder(), True
+                    if follows is _Follows.UNKNOWN:
+                        break
+                    decoder = codec.new_decoder()
                 try:
                     content = decoder.decompress(rest)
                 except codec.error as error:
@@ -96,18 +109,18 @@ class ByteStream:
                 break
         for _ in raw:  # for the digest
             pass
-        if not damage and decoder is not None:
+        if not damage and (decoder is not None or rest):
             damage = "truncated: the compressed stream has no end"
-        if not damage and rest and codec.magic.startswith(rest):
-            damage = "truncated: the last compressed stream has no more than a beginning"
-        if not damage and rest and codec.ends_at_garbage:
-            self._leave_out(len(rest), raw)
-        elif damage or rest:
-            raise DamagedFileError(damage or f"damaged: {len(rest)} bytes after the end of the compressed stream")
+        if damage:
+            raise DamagedFileError(damage)
 
-    def _leave_out(self, num_bytes: int, raw: Iterator[bytes]) -> None:
-        num_bytes += sum(map(len, raw))
-        self.remark = f"{num_bytes} bytes after the end of the compressed stream left out"
+    def _leave_out(self, rest: bytes, raw: Iterator[bytes]) -> None:
+        num_bytes, is_padding = 0, True
+        for chunk in chain((rest,), raw):
+            num_bytes += len(chunk)
+            is_padding = is_padding and not chunk.strip(b"\0")
+        if not is_padding:
+            self.remark = f"{num_bytes} bytes after the end of the compressed stream left out"
 
 
 def _codec(suffix: str) -> _Codec | None:
@@ -117,19 +130,43 @@ def _codec(suffix: str) -> _Codec | None:
     return _CODECS.get(suffix)
 
 
+def _after_gzip(rest: bytes) -> tuple[_Follows, bytes]:
+    """`gzip` takes all after a zero, or after two bytes that are not its magic number, for garbage. One byte alone it refuses."""
+    if rest[0] != 0 and len(rest) < 2:
+        return _Follows.UNKNOWN, rest
+    return (_Follows.STREAM if rest.startswith(_GZIP) else _Follows.GARBAGE), rest
+
+
+def _after_bzip2(rest: bytes) -> tuple[_Follows, bytes]:
+    """`bzip2` takes whatever does not begin like a stream, with the block size as fourth byte, for the end."""
+    if not (rest.startswith(_BZIP2) or _BZIP2.startswith(rest)) or rest[3:4] not in b"123456789":
+        return _Follows.GARBAGE, rest
+    return (_Follows.UNKNOWN if len(rest) < 4 else _Follows.STREAM), rest
+
+
+def _after_xz(rest: bytes) -> tuple[_Follows, bytes]:
+    """Zeros by fours are padding. The decoder refuses what is neither that nor a stream."""
+    while rest.startswith(bytes(4)):
+        rest = rest[4:]
+    return (_Follows.UNKNOWN if not rest.strip(b"\0") else _Follows.STREAM), rest
+
+
+def _after_zstandard(rest: bytes) -> tuple[_Follows, bytes]:
+    """The format has no padding."""
+    return _Follows.STREAM, rest
+
+
+_GZIP, _BZIP2 = b"\x1f\x8b", b"BZh"
 _CODECS = {
     ".gz": _Codec(
-        new_decoder=lambda: zlib.decompressobj(wbits=zlib.MAX_WBITS | 16),
-        error=zlib.error,
-        magic=b"\x1f\x8b",
-        ends_at_garbage=True,
+        new_decoder=lambda: zlib.decompressobj(wbits=zlib.MAX_WBITS | 16), error=zlib.error, magic=_GZIP, follows=_after_gzip
     ),
-    ".bz2": _Codec(new_decoder=bz2.BZ2Decompressor, error=OSError, magic=b"BZh", ends_at_garbage=True),
+    ".bz2": _Codec(new_decoder=bz2.BZ2Decompressor, error=OSError, magic=_BZIP2, follows=_after_bzip2),
     ".xz": _Codec(
         new_decoder=lambda: lzma.LZMADecompressor(format=lzma.FORMAT_XZ),
         error=lzma.LZMAError,
         magic=b"\xfd7zXZ\0",
-        ends_at_garbage=False,
+        follows=_after_xz,
     ),
 }
 #: suffixes of the formats that are read
@@ -156,5 +193,5 @@ def _zstandard() -> _Codec:
         new_decoder=lambda: zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj(),
         error=zstandard.ZstdError,
         magic=SIGNATURES[".zst"],
-        ends_at_garbage=False,
+        follows=_after_zstandard,
     )
