@@ -2,9 +2,9 @@
 
 The only module that uses `gigatoken`, which implements byte-level BPE by its own rules, so its results are checked. Its normal
 form C is not used at all: the Unicode tables of version 0.10 differ from those of `tokenizers`, which showed in one document in
-ten thousand of real text; `tokenizers` normalises instead. For the rest, `choose_encoder` compares the two on all characters
-whose class may be in doubt, on texts made to find differences, and on a sample of the run's own data, and reports what it chose
-and why.
+ten thousand of real text; `tokenizers` normalises instead. Texts that hold a character which the two may class otherwise are left
+to `tokenizers` too (`code_points.py` decides that for every character). For the rest, `choose_encoder` compares the two on texts
+made to find differences and on a sample of the run's own data, and reports what it chose and why.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -20,6 +21,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from megatron_dmtd.data.corpora.code_points import doubtful_code_points
 from megatron_dmtd.data.corpora.normal_form import NormalForm
 from megatron_dmtd.data.corpora.tokenizer import TextEncoder
 from megatron_dmtd.errors import CapabilityError, DataError
@@ -73,6 +75,8 @@ class FastModel:
     """Whether the tokenizer normalises texts, by NFC."""
     added_tokens: tuple[str, ...]
     """Texts that are one token wherever they occur, before or after normalisation."""
+    doubtful: str
+    """Characters that `gigatoken` may class otherwise, as `doubtful_code_points` gives them."""
 
 
 def fast_model(tokenizer_json: str, *, chats: bool) -> FastModel:
@@ -88,7 +92,8 @@ def fast_model(tokenizer_json: str, *, chats: bool) -> FastModel:
         # gigatoken matches added tokens wherever they occur. Those marked special must stay text, so it is not told of them.
         model["added_tokens"] = [token for token in model["added_tokens"] if not token["special"]]
     contents = tuple(token["content"] for token in model["added_tokens"])
-    return FastModel(json=json.dumps(model), is_normalizing=bool(kinds), added_tokens=contents)
+    doubtful = doubtful_code_points(tokenizer_json)
+    return FastModel(json=json.dumps(model), is_normalizing=bool(kinds), added_tokens=contents, doubtful=doubtful)
 
 
 class FastEncoder:
@@ -102,6 +107,7 @@ class FastEncoder:
         self._source, self._chats = tokenizer_json, chats
         self._model = fast_model(tokenizer_json, chats=chats) if model is None else model
         self._normal_form = NormalForm() if self._model.is_normalizing else None
+        self._doubtful = re.compile(f"[{self._model.doubtful}]") if self._model.doubtful else None
         self._reference: TextEncoder | None = None
         self._load()
 
@@ -122,14 +128,16 @@ class FastEncoder:
         form = self._normal_form
         changed = [] if form is None else [nth for nth, text in enumerate(texts) if not form.holds(text)]
         ready = list(texts)
-        others = []
+        others: set[int] = set()
         for nth in changed:
             assert form is not None
             ready[nth] = form.of(texts[nth])
             # An added token is found before the text around it is normalised: where one is near, the order of the two matters.
             if any(token in texts[nth] or token in ready[nth] for token in self._model.added_tokens):
-                others.append(nth)
-        return self._with_reference(texts, ready, others) if others else self._encode(ready)
+                others.add(nth)
+        if self._doubtful is not None:
+            others |= {nth for nth, text in enumerate(ready) if not text.isascii() and self._doubtful.search(text)}
+        return self._with_reference(texts, ready, sorted(others)) if others else self._encode(ready)
 
     def _with_reference(
         self, texts: Sequence[str], ready: list[str], others: list[int]
