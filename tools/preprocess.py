@@ -68,7 +68,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--mask-token-id", type=int, help="the model's MASK id (default: the tokenizer's mask token)")
     add("--pattern", nargs="+", default=["**/*.txt"], help="files of a folder to read (default: %(default)s)")
     add("--text-key", default="text", help="key or column of the text (default: %(default)s)")
-    add("--messages-key", help="key or column of a chat's messages: read chats, with the tokenizer's chat template")
+    add(
+        "--messages-key",
+        help="key or column of a chat's messages: read chats, with the tokenizer's chat template; `tools`, `documents` and "
+        "`chat_template_kwargs` of a record are given to it",
+    )
     add("--assistant-loss", action="store_true", help="for chats, compute the loss only on what the assistant wrote")
     add("--skip-bad", action="store_true", help="skip and count documents that cannot be used (exit status 3)")
     add("--dtype", choices=["auto", "uint16", "int32"], default="auto", help="type of the token ids (default: the smallest)")
@@ -159,11 +163,19 @@ def _merge(arguments: Sequence[str]) -> int:
 
 
 def _verify(arguments: Sequence[str]) -> int:
+    from megatron_dmtd.data.corpora.retokenised import retokenise
     from megatron_dmtd.data.corpora.verify import verify
 
-    parser = argparse.ArgumentParser(prog="preprocess.py verify", description="Check token files against their manifests.")
+    parser = argparse.ArgumentParser(
+        prog="preprocess.py verify",
+        description="Check token files against their manifests and, with --tokenizer, a sample of their documents against what "
+        "the Hugging Face tokenizer makes of the same texts.",
+    )
     parser.add_argument("prefix", nargs="+")
     parser.add_argument("--tokenizer", help="folder of the tokenizer that they should have been made with")
+    parser.add_argument(
+        "--sample", type=int, default=200, metavar="N", help="documents to tokenise again; 0: none (default: %(default)s)"
+    )
     parsed = parser.parse_args(arguments)
     for prefix in parsed.prefix:
         found = verify(prefix, tokenizer_dir=parsed.tokenizer)
@@ -171,6 +183,10 @@ def _verify(arguments: Sequence[str]) -> int:
         print(f"{prefix}: {found.num_documents} documents, {found.num_tokens} tokens, {lengths}: in order")
         if found.manifest is None:
             print(f"{prefix}: no manifest, so only the format was checked")
+        if parsed.tokenizer is not None and parsed.sample > 0:
+            again = retokenise(prefix, parsed.tokenizer, num_documents=parsed.sample)
+            equal = f"{again.num_documents} documents tokenised again by the reference: {again.num_tokens} equal ids"
+            print(f"{prefix}: {f'nothing tokenised again: {again.reason}' if again.reason else equal}")
     return 0
 
 

@@ -4,11 +4,11 @@ A byte-level tokenizer cuts a text into words by a regular expression such as ` 
 different versions of Unicode. Comparing ids does not show this reliably: they differ only where a merge crosses the place of the
 cut. So the words are compared themselves, through a tokenizer with the same expression and merges that show every cut.
 
-- For `tokenizers`, the class of a code point is the set of the expression's parts that match it. Its library of regular expressions
-  is asked about each part with all code points at once, which takes a tenth of a second.
+- For `tokenizers`, the class of a code point is the set of the expression's parts that match it. Its library of regular
+  expressions is asked about each part with all code points at once, which takes a tenth of a second.
 - `gigatoken` cuts a probe for each code point, in which it stands among letters, digits, spaces, marks and quotes.
-- Code points of one class that `gigatoken` cuts like the others of their class, of which `tokenizers` cuts some alike, are safe. All
-  others are doubtful: a text that holds one is left to `tokenizers`.
+- Code points of one class that `gigatoken` cuts like the others of their class, of which `tokenizers` cuts some alike, are safe.
+  All others are doubtful: a text that holds one is left to `tokenizers`.
 """
 
 from __future__ import annotations

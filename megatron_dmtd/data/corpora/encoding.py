@@ -7,6 +7,7 @@ Shape legend: U documents of a split of the block, N tokens of them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -67,6 +68,9 @@ class BlockTokens:
     sample: tuple[str, str, npt.NDArray[np.integer]] | None = field(default=None)
     """Name, text and ids (without EOS) of one document, for comparison with the reference encoder."""
 
+    unread: Counter[str] = field(default_factory=Counter)
+    """Parts of chats that the template does not even name, and the number of chats that have them."""
+
     @property
     def num_documents(self) -> int:
         """Documents of all splits."""
@@ -100,16 +104,20 @@ class BlockEncoder:
         """Encode all documents of `block`."""
         bad: list[BadDocument] = []
         texts: list[_Text] = []
+        unread: Counter[str] = Counter()
         for entry in block.entries():
             ready = self._text(entry) if isinstance(entry, Document) else entry
             if isinstance(ready, BadDocument):
                 bad.append(ready)
             else:
                 texts.append(ready)
+                if self._renderer is not None and isinstance(entry, Document) and entry.chat is not None:
+                    unread.update(self._renderer.of(entry.chat).unread(entry.chat))
         tokens_N, lengths_U, loss_N = self._encode(texts)
         refused_U = self._refused(texts, tokens_N, lengths_U, bad)
         splits = self._split(texts, tokens_N, lengths_U, loss_N, refused_U)
-        return BlockTokens(splits=splits, bad=bad, num_bytes=block.num_bytes, sample=self._sample(texts, tokens_N, lengths_U))
+        sample = self._sample(texts, tokens_N, lengths_U)
+        return BlockTokens(splits=splits, bad=bad, num_bytes=block.num_bytes, sample=sample, unread=unread)
 
     def _text(self, document: Document) -> _Text | BadDocument:
         if self._renderer is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -151,7 +151,9 @@ def preprocess(inputs: Sequence[Input], options: PreprocessOptions, *, say: Call
                 heldout_fraction=options.heldout_fraction,
                 dtype=dtype,
             )
-            _write(_Blocks(shard, options, output.state, say), output, job, options, reference)
+            unread = _write(_Blocks(shard, options, output.state, say), output, job, options, reference)
+            for name, count in sorted(unread.items()):
+                say(f"the chat template does not write {name}, which {count} chats have: the model does not learn from them")
             _check_counts(output)
             manifests = {split: _manifest(split, inputs, shard, output, job, options) for split in output.outputs}
             output.finish({split: dump_manifest(manifest) for split, manifest in manifests.items()})
@@ -280,7 +282,11 @@ class _Blocks:
             self._state.sources.append(source)
 
 
-def _write(blocks: _Blocks, output: PartialOutput, job: EncodingJob, options: PreprocessOptions, reference: TextEncoder) -> None:
+def _write(
+    blocks: _Blocks, output: PartialOutput, job: EncodingJob, options: PreprocessOptions, reference: TextEncoder
+) -> Counter[str]:
+    """Returns what the chat template did not even name, with the number of chats that have it."""
+    unread: Counter[str] = Counter()
     # closing: an error below must end the workers now, not when its traceback is forgotten
     with (
         _Progress(blocks.num_bytes, shown=options.show_progress) as progress,
@@ -298,8 +304,10 @@ def _write(blocks: _Blocks, output: PartialOutput, job: EncodingJob, options: Pr
             output.state.skip(tokens.bad)
             blocks.done()
             output.save()
+            unread.update(tokens.unread)
             progress.advance(tokens)
     blocks.all_done()
+    return unread
 
 
 def _encoded(blocks: _Blocks, job: EncodingJob, options: PreprocessOptions) -> Generator[BlockTokens, None, None]:

@@ -129,3 +129,9 @@ def test_texts_to_choose_an_encoder_by_are_the_first_and_not_too_many(folder):
     )
     renderer = ChatTemplates(load_tokenizer(folder))
     assert sample_texts(iter([chat]), renderer, num_characters=50) == ["<|im_start|>user\ncat<|im_end|>\n"]
+
+
+def test_parts_of_chats_that_the_template_cannot_write_are_counted(job):
+    asking = Chat(messages=[*CHAT, {"role": "assistant", "tool_calls": [{"name": "f"}]}], tools=[{"name": "f"}])
+    block = EntriesBlock(documents=(Document(name="a", chat=asking), Document(name="b", chat=Chat(messages=CHAT))))
+    assert BlockEncoder(job(chats=True))(block).unread == {"tools": 1, "tool_calls": 1}
