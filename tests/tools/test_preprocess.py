@@ -101,6 +101,7 @@ def test_verify_passes_what_was_made_and_inspect_shows_it(arguments, tmp_path, c
     prefix, tokenizer = str(tmp_path / "out"), str(tmp_path / "tokenizer")
     assert main(["verify", prefix, "--tokenizer", tokenizer]) == 0
     assert "31 documents" in (printed := capsys.readouterr().out) and "in order" in printed
+    assert "31 documents tokenised again by the reference" in printed
     assert main(["inspect", prefix, "--tokenizer", tokenizer, "--document", "30"]) == 0
     # "sat" is one token, EOS the second; the first token of a document is no target
     assert capsys.readouterr().out == "document 30: 2 tokens, 1 targets\n|[sat]<|endoftext|>\n"
