@@ -114,7 +114,7 @@ def name_of(path: Path) -> str:
 
 
 def circle_in(edges: dict[str, set[str]]) -> list[str]:
-    """A way from a node back to itself; empty if there is none."""
+    """A path from a node back to itself; empty if there is none."""
     done: set[str] = set()
 
     def search(node: str, path: list[str]) -> list[str]:

@@ -168,7 +168,7 @@ def check_machines(recorded: Record, found: dict[str, str], sections: Sequence[s
 def _unlike(name: str, recorded: str | None, found: str | None) -> str:
     if name == "flags" and recorded is not None and found is not None:
         gone, new = set(recorded.split()) - set(found.split()), set(found.split()) - set(recorded.split())
-        return f"flags: without {' '.join(sorted(gone)) or 'none'}, with {' '.join(sorted(new)) or 'none'} besides"
+        return f"flags: without {' '.join(sorted(gone)) or 'none'}, with {' '.join(sorted(new)) or 'none'} in addition"
     return f"{name} {recorded} there, {found} here"
 
 
@@ -202,7 +202,7 @@ def report(recorded: dict[str, str], found: dict[str, str], *, show: int) -> tup
 
 
 def machine() -> dict[str, str]:
-    """All that numbers of kernels depend on besides the tree."""
+    """All that the kernels' numbers depend on, apart from the tree."""
     cpu = Path("/proc/cpuinfo")
     fields = dict(re.findall(r"^(model name|flags)\s*: (.*)$", cpu.read_text() if cpu.is_file() else "", re.MULTILINE))
     compiler = next((path for name in ("cc", "gcc") if (path := shutil.which(name))), None)

@@ -90,7 +90,7 @@ class _Finder:
         return self._shared(before, through, floor=len(self._template.render(self._first(nth))))
 
     def _first_begin(self, through: str) -> int | None:
-        """Of a chat that the assistant begins: after the prompt that would end it."""
+        """Where the turn of a chat that the assistant begins starts: after the prompt that would end it."""
         prompted = self._template.render(self._chat, prompt=True)
         prompt = prompted.removeprefix(self.text) if prompted.startswith(self.text) else ""
         if not prompt:
@@ -126,7 +126,7 @@ class _Finder:
         place = through.rfind(content, begin) if isinstance(content, str) and content else -1
         return max(begin, len(through.rstrip()), place + len(content) if content and place >= 0 else 0)
 
-    # Turns of a template that writes earlier ones in another way once others follow: Qwen3's leaves out their thoughts.
+    # Turns of a template that writes earlier ones differently once others follow: Qwen3's leaves out their thoughts.
 
     def _by_marks(self, nth: int) -> Span | None:
         """What the template writes between the texts of turns, compared with the same in the beginnings of the chat."""

@@ -27,7 +27,7 @@ def named_files(arguments: Sequence[str]) -> list[str]:
 def check_file(path: str | Path, *, sections: Sequence[str]) -> None:
     """Accept a file of `sections`, each with settings of its own, or raise `ConfigError` with the line at fault.
 
-    A setting that is given twice is refused too: of two values the first would be lost without a word.
+    A setting that is given twice is refused too: of two values the first would be lost silently.
     """
     root = _tree(path)
     if not isinstance(root, yaml.MappingNode):

@@ -18,7 +18,7 @@ from megatron_dmtd.config.validate import validate_cycle
 from megatron_dmtd.conversion.gguf import gguf_file, write_as_hf_directory
 from megatron_dmtd.conversion.hf_directory import write_hf_directory
 from megatron_dmtd.conversion.progress import tensor_bar
-from megatron_dmtd.conversion.sources import Checkpoint, HFDirectory, Source, verified_beside
+from megatron_dmtd.conversion.sources import Checkpoint, HFDirectory, Source, verified_meanwhile
 from megatron_dmtd.conversion.tokenizer_files import GENERATION_FILE, check_mask, tokenizer_files
 from megatron_dmtd.errors import ConversionError
 from megatron_dmtd.families import ModelDescription, write_fields
@@ -114,7 +114,7 @@ def export_hf(
     """
     output = Path(output)
     refuse_used(output, error=ConversionError)
-    with verified_beside(checkpoint, verify=verify) as (source, wait_for_verdict):
+    with verified_meanwhile(checkpoint, verify=verify) as (source, wait_for_verdict):
         cycle = CycleConfig(variant="vanilla") if as_vanilla else source.cycle
         fields = write_fields(ModelDescription(model=source.model, cycle=cycle))
         tokenizer_dir = _tokenizer_of_export(source.config, tokenizer_dir)

@@ -1,6 +1,6 @@
 """GGUF files: read by the format's own library, dequantised to float32, every tensor and every setting accounted for.
 
-The file's own lists of tensors and of metadata decide. What has no place in the model, or changes its numbers in a way that is
+The file's own lists of tensors and of metadata decide. What has no place in the model, or changes its numbers in a manner that is
 not computed here, is refused by its name: readers that pass over a bias or a scaling silently make another model of the file.
 The tokenizer is made by transformers.
 
@@ -117,23 +117,23 @@ class GGUFModel:
         """The tensors in that order, dequantised one at a time."""
         from gguf.quants import dequantize
 
-        own_names = {hf: own for own, hf in self._hf_names.items()}
+        own_names = {hf: gguf_name for gguf_name, hf in self._hf_names.items()}
         for name, spec in self.specs().items():
-            own = own_names[name]
-            stored = self._tensors[own]
+            gguf_name = own_names[name]
+            stored = self._tensors[gguf_name]
             numbers = numpy.array(dequantize(stored.data, stored.tensor_type), dtype=numpy.float32)
             tensor = torch.from_numpy(numbers.reshape(spec.shape))
-            yield name, self._untwisted(own, tensor).contiguous()
+            yield name, self._untwisted(gguf_name, tensor).contiguous()
 
     def special_ids(self) -> dict[str, int]:
         """Ids of the tokens that begin, end and pad text, as far as the file names them."""
         names = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
-        found = {name: self._metadata.get(f"tokenizer.ggml.{own}") for name, own in names.items()}
+        found = {name: self._metadata.get(f"tokenizer.ggml.{gguf_name}") for name, gguf_name in names.items()}
         return {name: int(value) for name, value in found.items() if value is not None}
 
-    def _untwisted(self, own: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _untwisted(self, gguf_name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Rows in Hugging Face's order: the first halves of a head's pairs, then the second ones."""
-        match = _INTERLEAVED.fullmatch(own)
+        match = _INTERLEAVED.fullmatch(gguf_name)
         if match is None or self._architecture != "llama":
             return tensor
         model = self.description.model
@@ -206,23 +206,23 @@ class GGUFModel:
 
     # Tensors.
 
-    def _shape(self, own: str) -> tuple[int, ...]:
+    def _shape(self, gguf_name: str) -> tuple[int, ...]:
         """The format lists dimensions from the innermost."""
-        return tuple(int(size) for size in reversed(self._tensors[own].shape))
+        return tuple(int(size) for size in reversed(self._tensors[gguf_name].shape))
 
     def _account_for_tensors(self) -> dict[str, str]:
         """The Hugging Face name of each of the file's tensors. Raises `ConversionError` for whatever does not match."""
         expected = hf_tensors(self.description.decoder)
         names: dict[str, str] = {}
         faults = []
-        for own in self._tensors:
-            name = _hf_name(own)
+        for gguf_name in self._tensors:
+            name = _hf_name(gguf_name)
             if name is None or name not in expected:
-                faults.append(f"unknown: {own} {list(self._shape(own))}")
-            elif self._shape(own) != expected[name].shape:
-                faults.append(f"wrong shape: {own} is {list(self._shape(own))}, not {list(expected[name].shape)}")
+                faults.append(f"unknown: {gguf_name} {list(self._shape(gguf_name))}")
+            elif self._shape(gguf_name) != expected[name].shape:
+                faults.append(f"wrong shape: {gguf_name} is {list(self._shape(gguf_name))}, not {list(expected[name].shape)}")
             else:
-                names[own] = name
+                names[gguf_name] = name
         faults += [f"missing: {name}" for name in expected if name not in names.values()]
         if faults:
             raise self._refusal(faults, required="each tensor of the model once, and no other")
@@ -236,10 +236,10 @@ class GGUFModel:
         )
 
 
-def _hf_name(own: str) -> str | None:
-    if own in _WHOLE:
-        return _WHOLE[own]
-    match = _LAYER.fullmatch(own)
+def _hf_name(gguf_name: str) -> str | None:
+    if gguf_name in _WHOLE:
+        return _WHOLE[gguf_name]
+    match = _LAYER.fullmatch(gguf_name)
     if match is None or match[2] not in _PARTS:
         return None
     return f"model.layers.{match[1]}.{_PARTS[match[2]]}.{match[3]}"

@@ -141,7 +141,7 @@ class _GivenUpError(Exception):
 
 
 @contextmanager
-def verified_beside(path: str | Path, *, verify: bool = True) -> Iterator[tuple[Checkpoint, Callable[[], None]]]:
+def verified_meanwhile(path: str | Path, *, verify: bool = True) -> Iterator[tuple[Checkpoint, Callable[[], None]]]:
     """A checkpoint whose weights are compared with its checksums while the block works with them.
 
     Gives the checkpoint and a function that waits for the verdict, to be called before the result becomes visible: it raises

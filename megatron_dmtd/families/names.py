@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from megatron_dmtd.architecture import DecoderSpec, TensorShape, decoder_tensors
-from megatron_dmtd.architecture import tensors as own
+from megatron_dmtd.architecture import DecoderSpec, TensorShape, decoder_tensors, tensors
 
 HEAD = "lm_head.weight"
 TABLE = "model.embed_tokens.weight"
 
 _WHOLE = {
-    f"{own.EMBEDDING}.weight": TABLE,
-    f"{own.FINAL_NORM}.weight": "model.norm.weight",
-    f"{own.HEAD}.weight": HEAD,
+    f"{tensors.EMBEDDING}.weight": TABLE,
+    f"{tensors.FINAL_NORM}.weight": "model.norm.weight",
+    f"{tensors.HEAD}.weight": HEAD,
 }
 _PARTS = {
-    own.ATTENTION_NORM: "input_layernorm",
-    own.QUERY: "self_attn.q_proj",
-    own.KEY: "self_attn.k_proj",
-    own.VALUE: "self_attn.v_proj",
-    own.QUERY_NORM: "self_attn.q_norm",
-    own.KEY_NORM: "self_attn.k_norm",
-    own.OUTPUT: "self_attn.o_proj",
-    own.MLP_NORM: "post_attention_layernorm",
-    own.GATE: "mlp.gate_proj",
-    own.UP: "mlp.up_proj",
-    own.DOWN: "mlp.down_proj",
+    tensors.ATTENTION_NORM: "input_layernorm",
+    tensors.QUERY: "self_attn.q_proj",
+    tensors.KEY: "self_attn.k_proj",
+    tensors.VALUE: "self_attn.v_proj",
+    tensors.QUERY_NORM: "self_attn.q_norm",
+    tensors.KEY_NORM: "self_attn.k_norm",
+    tensors.OUTPUT: "self_attn.o_proj",
+    tensors.MLP_NORM: "post_attention_layernorm",
+    tensors.GATE: "mlp.gate_proj",
+    tensors.UP: "mlp.up_proj",
+    tensors.DOWN: "mlp.down_proj",
 }
 
 

@@ -68,7 +68,7 @@ class Detokenizer:
 
     @property
     def num_characters(self) -> int:
-        """Of all text so far, that of a stop string included."""
+        """Length of all text so far, including that of a stop string."""
         return len(self._search.text)
 
     def add(self, token_id: int) -> None:

@@ -87,7 +87,7 @@ class RowsInLayers(Protocol):
         """Whether some rows do not leave the last visit."""
 
     def addresses(self, group: str) -> Addresses:
-        """Of one of the K/V groups that the pass writes."""
+        """Addresses in one of the K/V groups that the pass writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +298,7 @@ class GroupAddresses:
 def pages_from(
     table_BP: torch.Tensor, first_B: torch.Tensor, num_pages: int, page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each table of pages `num_pages` from `first` on, `[B, P]`, and the entries that they hold, `[B, P * T]`.
+    """`num_pages` pages of each table from `first` on, `[B, P]`, and the entries that they hold, `[B, P * T]`.
 
     Beyond the end of a table its last page is repeated; the numbers of its entries go on, so every mask hides them.
     """

@@ -49,7 +49,7 @@ class Request:
     sequence: Sequence
     stop_ids: frozenset[int]
     text: Detokenizer | None
-    """Of the output, if it is asked for."""
+    """Detokenizer of the output, if its text is asked for."""
     logprobs: list[Choice] = field(default_factory=list)
     prompt_logprobs: list[Choice] = field(default_factory=list)
     weights_versions: list[int] = field(default_factory=list)

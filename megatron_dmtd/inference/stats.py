@@ -19,7 +19,7 @@ class Stats:
     """Tokens computed in chunks of more than one."""
     num_new_tokens: int = 0
     num_preemptions: int = 0
-    """Of requests that are finished."""
+    """Preemptions of requests that are finished."""
 
     def count_step(self, step: Sequence[Scheduled], *, ran_parallel: bool) -> None:
         """Count one step."""

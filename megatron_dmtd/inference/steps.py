@@ -27,9 +27,9 @@ class StepLoop:
         self.scheduler, self.runner = scheduler, runner
         self.stats = Stats()
         self.weights_version = 0
-        """Of the weights that the next step decodes with."""
+        """Version of the weights that the next step decodes with."""
         self._requests: dict[int, Request] = {}
-        """By the identity of the scheduler's sequence."""
+        """Keyed by the identity of the scheduler's sequence."""
 
     def add(self, request: Request) -> None:
         """Queue one sample of a request that has passed the checks."""
@@ -82,7 +82,7 @@ class StepLoop:
         return logits_FV[[place[row] for row in last_rows]]
 
     def _scored_rows(self, plan: StepPlan, step: Sequence[Scheduled]) -> list[tuple[Request, int, range]]:
-        """Of prompts whose log probabilities are asked for: the first position that the step takes, and its rows from there."""
+        """For prompts whose log probabilities are asked for: the first position that the step takes, and its rows from there."""
         found = []
         for last_row, part in zip(plan.last_rows, step):
             request, chunk = self._request(part), part.chunk

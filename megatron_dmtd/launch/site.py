@@ -129,13 +129,13 @@ def _check(path: str | Path, site: Site) -> None:
 
 
 def _check_software(path: str | Path, site: Site) -> None:
-    ways = [name for name in ("VENV", "CONTAINER_IMAGE") if getattr(site, name.lower())]
-    if len(ways) == 1 or (not ways and site.setup_file):
+    chosen = [name for name in ("VENV", "CONTAINER_IMAGE") if getattr(site, name.lower())]
+    if len(chosen) == 1 or (not chosen and site.setup_file):
         return
     raise ConfigError(
         found=f"{path}: VENV={site.venv} and CONTAINER_IMAGE={site.container_image}",
         required="one of the two; or neither, and a SETUP_FILE that puts a python into PATH",
-        remedy="leave the other one empty" if ways else "set VENV, CONTAINER_IMAGE or SETUP_FILE",
+        remedy="leave the other one empty" if chosen else "set VENV, CONTAINER_IMAGE or SETUP_FILE",
     )
 
 

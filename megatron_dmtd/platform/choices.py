@@ -2,10 +2,10 @@
 
 The measurement must not depend on what else the machine does. It runs on one thread and counts that thread's own CPU time; the
 candidates take turns; and another product takes torch's place only if it was clearly faster in most of the turns, so that close
-races always end the same way.
+races always have the same outcome.
 
 The result is a file in the user's cache (`~/.cache/megatron_dmtd/products/`), under a digest of the processor and of torch: all
-processes of this machine, and all later ones, choose alike. A run keeps a copy beside its checkpoints and goes by that, so that
+processes of this machine, and all later ones, choose alike. A run keeps a copy next to its checkpoints and follows that, so that
 it repeats its bits when it is resumed. `tools/bench/machine.py` prints the choices. Where the cache cannot be written, each
 process measures for itself.
 """
@@ -102,7 +102,7 @@ LIMITS = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX
 
 
 class Product(Protocol):
-    """A way to multiply."""
+    """A function that multiplies."""
 
     def __call__(self, x: torch.Tensor, weight_OE: torch.Tensor, bias_O: torch.Tensor | None = None, /) -> torch.Tensor:
         """`x @ weight.T + bias` for `x` of shape `[..., E]`, of any strides."""
@@ -133,8 +133,8 @@ def recorded(path: Path) -> Choices | None:
 def choose(candidates: Callable[[torch.dtype], Mapping[str, Product]], path: Path, run_folder: Path | None = None) -> Choices:
     """The recorded choices, measured and recorded first if there are none. Processes that start together measure once.
 
-    A run that keeps a copy in a folder of its own goes by it, so that it can be resumed when the cache has been emptied or
-    measured again. The copy has the machine's name: ranks on other machines, and later ones, keep their own beside it.
+    A run that keeps a copy in a folder of its own follows it, so that it can be resumed when the cache has been emptied or
+    measured again. The copy has the machine's name: ranks on other machines, and later ones, keep their own next to it.
     """
     copy = run_folder / path.name if run_folder else None
     if copy is not None and (found := recorded(copy)):

@@ -65,15 +65,15 @@ def product_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """The fastest product of large square matrices: by torch, and on a CPU by everything that `products` has."""
     width = WIDTH[device.type]
     left, right = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(2))
-    ways = products.candidates(dtype).values() if device.type == "cpu" else [torch.mm]
+    candidates = products.candidates(dtype).values() if device.type == "cpu" else [torch.mm]
 
-    def one(way: Callable[..., torch.Tensor]) -> None:
-        way(left, right)
+    def one(multiply: Callable[..., torch.Tensor]) -> None:
+        multiply(left, right)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
     with torch.no_grad():
-        return 2 * width**3 / min(_best_s(lambda way=way: one(way)) for way in ways)  # type: ignore[misc]
+        return 2 * width**3 / min(_best_s(lambda multiply=multiply: one(multiply)) for multiply in candidates)  # type: ignore[misc]
 
 
 def loop_flops_per_s(dtype: torch.dtype) -> float:

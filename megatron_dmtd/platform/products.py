@@ -97,7 +97,7 @@ def product(x: torch.Tensor, weight_OE: torch.Tensor, form: Form, bias_O: torch.
 
 
 def _no_view(x: torch.Tensor) -> torch.Tensor:
-    """Of `[R, O]` as `[..., O]`: autograd forbids changing a view that a custom function returns, which Megatron's loss does."""
+    """`x`, no longer marked as a view: autograd forbids changing a view that a custom function returns, as the loss does."""
     return torch.ops.aten._unsafe_view.default(x, x.shape) if x._is_view() else x
 
 

@@ -21,7 +21,7 @@ def codebook(device: torch.device | None = None) -> torch.Tensor:
 
 
 def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """Codes of finite float32 values: uint8, the same shape. The slow and obvious way: count the thresholds below a magnitude."""
+    """Codes of finite float32 values: uint8, the same shape. Slow and obvious: counts the thresholds below a magnitude."""
     magnitude = values.abs()
     code = torch.zeros_like(values, dtype=torch.uint8)
     for index, (low, high) in enumerate(itertools.pairwise(MAGNITUDES)):

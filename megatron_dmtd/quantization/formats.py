@@ -20,7 +20,7 @@ class Format:
 
     name: str
     bits: int
-    """Of one element."""
+    """Bits of one element."""
     block: int
     """Elements below one scale of 8 bits."""
     has_global_scale: bool

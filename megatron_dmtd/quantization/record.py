@@ -29,7 +29,7 @@ class Record:
     """Low bits of the codes of a tensor in NVFP4 or 4over6, with its scales. Shapes: rows [...] of K values."""
 
     bits: int
-    """Of each code, 1 to 4; 4 is the full code."""
+    """Bits of each code, 1 to 4; 4 is the full code."""
     codes: torch.Tensor
     """uint8 [..., K * bits / 8]: element i in bits `i * bits` and up of its row, from the lowest bit of the first byte."""
     scales: torch.Tensor
@@ -89,7 +89,7 @@ def guided_round(x_train: torch.Tensor, record: Record) -> torch.Tensor:
 
     Args:
         x_train: float32 or bfloat16, of the record's shape.
-        record: Of the same token and site.
+        record: Record of the same token and site.
 
     Returns:
         Shape and type of `x_train`; its gradient is exactly the upstream one.

@@ -109,7 +109,7 @@ def _squared_errors(
 
 
 def _sum(terms: torch.Tensor) -> torch.Tensor:
-    """Of each row, in an order that both twins keep: halves onto each other."""
+    """The sum of each row, in the order of both twins: halves are added onto each other."""
     while terms.shape[1] > 1:
         half = terms.shape[1] // 2
         terms = terms[:, :half] + terms[:, half:]

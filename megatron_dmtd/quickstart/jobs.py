@@ -161,7 +161,7 @@ def parts(plan: Plan, platform: Platform) -> list[Part]:
 
 
 def run_quickstart(plan: Plan, platform: Platform, *, say: Callable[[str], None] = print) -> str:
-    """Do what is not done yet, write the report, and return its summary. Raises a `DMTDError` for what the user can mend."""
+    """Do what is not done yet, write the report, and return its summary. Raises a `DMTDError` for what the user can fix."""
     for model in TRAININGS:
         plan.config(model)  # refuses before any work
     started = time.monotonic()

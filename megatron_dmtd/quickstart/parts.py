@@ -140,7 +140,7 @@ def run_command(
 ) -> None:
     """Run a command with its output appended to `log`, calling `watch` while it runs.
 
-    Raises `PartError` with the reason, found in the log, if it fails. If this process is interrupted, or ends in any other way,
+    Raises `PartError` with the reason, found in the log, if it fails. If this process is interrupted, or ends otherwise,
     the command is asked to end too, and ends whatever it started.
     """
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -87,9 +87,9 @@ class Plan:
     large_layers: tuple[int, int] = (14, 4)
     """Parallel and sequential layers of the large model: 1.3 GB in fp32, which no cache holds, in Qwen3-4B's proportion."""
     temperature: float = 0.8
-    """Of the samples."""
+    """Temperature of the samples."""
     top_p: float = 0.95
-    """Of the samples."""
+    """Nucleus of the samples."""
     timed_runs: int = 5
     """Timed decodings per model, after one warm-up."""
 

@@ -14,8 +14,8 @@ def truncated_ratio(old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, 
     """min(exp(old - rollout), bound) per token, detached: a weight of the loss, apart from PPO's own clip.
 
     Args:
-        old_logprobs: Of the trainer at the start of the step; any shape.
-        rollout_logprobs: Of the engine that sampled, the same shape.
+        old_logprobs: The trainer's, at the start of the step; any shape.
+        rollout_logprobs: Those of the engine that sampled, in the same shape.
         bound: The largest ratio, above 0.
 
     Raises:
@@ -28,6 +28,6 @@ def truncated_ratio(old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, 
         raise DataError(
             found=f"log-probabilities of shapes {tuple(old_logprobs.shape)} and {tuple(rollout_logprobs.shape)}",
             required="one per token on both sides",
-            remedy="compare the same tokens: pad or pack both sides in the same way",
+            remedy="compare the same tokens: pad or pack both sides alike",
         )
     return torch.exp(old_logprobs - rollout_logprobs).clamp(max=bound)

@@ -42,7 +42,7 @@ class Sample:
         self._held_back: list[Token] = []
         self.num_tokens = 0
         self.prompt_logprobs: Sequence[Choice] = ()
-        """Of the prompt's tokens, at the end, if asked for."""
+        """Log probabilities of the prompt's tokens, at the end, if asked for."""
 
     def add(self, event: Event) -> Piece | None:
         """The text that one more token makes certain; None if there is none yet."""

@@ -45,7 +45,7 @@ class ServerConfig:
     defaults: Mapping[str, float]
     """Values of temperature, top_p, top_k, min_p and repetition_penalty for requests that do not set them."""
     max_body_bytes: int | None = None
-    """Of a request at most. Default: 16 for each token of `max_length`, at least 1 MiB."""
+    """Largest body of a request. Default: 16 for each token of `max_length`, at least 1 MiB."""
 
 
 def make_app(worker: Worker, config: ServerConfig) -> FastAPI:

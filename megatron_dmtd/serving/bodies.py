@@ -13,7 +13,7 @@ from megatron_dmtd.serving.faults import BodyTimeoutError, BodyTooLargeError, Me
 
 #: Seconds within which a body must have arrived.
 BODY_TIMEOUT_S = 60.0
-#: Of a body that is too large this much is read and dropped, for clients that read no answer before they have sent everything.
+#: Bytes of a too large body that are read and dropped, for clients that read no answer before they have sent everything.
 MAX_DROPPED_BYTES = 64 * 2**20
 #: Most lists and objects in one body: each costs as much as a long text, and everything else has to wait while they are made.
 MAX_CONTAINERS = 32_768

@@ -117,7 +117,7 @@ def _generation(summary: str, request: str, answer: str, statuses: list[int], se
 
 
 def _request_schemas(engine: Engine, max_samples: int) -> Schema:
-    """Of both kinds, with the parts that they name."""
+    """Schemas of both kinds of request, with the parts that they name."""
     kinds = (ChatRequest, CompletionRequest)
     _, found = models_json_schema([(kind, "validation") for kind in kinds], ref_template="#/components/schemas/{model}")
     parts = found["$defs"]

@@ -92,7 +92,7 @@ class Worker:
         num_free = self.engine.config.max_batch - self.num_running
         if self.num_waiting + params.n > self.max_waiting + num_free:
             raise OverloadError(
-                found=f"{params.n} more beside {self.num_waiting} waiting and {self.num_running} running",
+                found=f"{params.n} more in addition to {self.num_waiting} waiting and {self.num_running} running",
                 required=f"at most {self.max_waiting} waiting for a place in the batch of {self.engine.config.max_batch}",
                 remedy="try again later, or start the server with a larger --max-waiting",
             )

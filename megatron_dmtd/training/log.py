@@ -35,7 +35,7 @@ from megatron_dmtd.training import exit_codes
 METRICS_FILE = "metrics.jsonl"
 SUPERSEDED_FILE = "metrics.superseded.jsonl"
 RUN_ID_FILE = "wandb_run_id"
-#: `resumed_step` of a run that starts anew: no line of an earlier one is its own, not even the baseline of step 0
+#: `resumed_step` of a run that starts at step 0: no line of an earlier run belongs to it, not even the baseline of step 0
 NOT_RESUMED = -1
 #: names that every line has, which the console leaves out
 _CLOCK = ("time", "elapsed_s")
@@ -229,7 +229,7 @@ class RunLog:
         return LogError(
             found=f"the log cannot be written: {self.failure}; " + (f"saved {saved}{lines}" if saved else "nothing is saved"),
             required="a logging.dir, and a console, that take every line",
-            remedy="make room, or mend the folder, and start the same command again",
+            remedy="make room, or repair the folder, and start the same command again",
         )
 
     def message(self, text: str) -> None:

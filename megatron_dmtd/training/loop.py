@@ -244,7 +244,7 @@ class Trainer:
             self._finish_save()
 
     def _finish_save(self) -> Path | None:
-        """Wait for the save under way and announce it. Its directory, or None if there is none under way."""
+        """Wait for the save in progress and announce it. Its directory, or None if there is none."""
         if self.saver is None or not self.saver.is_active:
             return None
         self._beat_while_saving()
@@ -288,7 +288,9 @@ def _open_log(config: Config, *, resumed_step: int) -> RunLog:
         error = refused
     except OSError as refused:
         error = ConfigError(
-            found=f"logging.dir: {refused}", required="a folder that can be written to", remedy="mend it, or choose another"
+            found=f"logging.dir: {refused}",
+            required="a folder that can be written to",
+            remedy="change its permissions, or choose another folder",
         )
     raise_together(error)
     assert log is not None

@@ -53,13 +53,13 @@ class Plan:
     data_parallel: int
     num_microbatches: int
     tokens_per_step: int
-    """Of a step of `training.global_batch_size` rows; so are FLOPs, bubble and memory."""
+    """Tokens of a step of `training.global_batch_size` rows; FLOPs, bubble and memory are of such a step too."""
     batch_sizes: tuple[tuple[int, int], ...]
     """Rows of a step and the number of such steps, in the order of the run: one entry unless the batch size is ramped up."""
     num_parameters: int
-    """Of the model, each counted once, without padding of the vocabulary."""
+    """Parameters of the model, each counted once, without padding of the vocabulary."""
     step_flops: float
-    """Of the whole step on all ranks."""
+    """FLOPs of the whole step on all ranks."""
     bubble: float
     """Fraction of a step for which a pipeline rank waits, if all stages take equally long."""
     stages: tuple[StagePlan, ...]

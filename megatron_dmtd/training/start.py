@@ -30,7 +30,7 @@ from megatron_dmtd.training.setup import build_run
 from megatron_dmtd.training.state import RunState
 from megatron_dmtd.weights.hf_directory import HFWeights
 
-#: Beside a run's checkpoints: which library multiplies, by machine (`platform.choices`).
+#: Next to a run's checkpoints: which library multiplies, by machine (`platform.choices`).
 PRODUCTS_FOLDER = "products"
 
 

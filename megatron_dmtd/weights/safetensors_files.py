@@ -139,7 +139,7 @@ def _check_one_model(directory: Path) -> None:
     adapters = [name for name in ADAPTER_FILES if (directory / name).exists()]
     if adapters:
         raise ConversionError(
-            found=f"{directory} with {', '.join(adapters)} beside the model's own files",
+            found=f"{directory} with {', '.join(adapters)} next to the model's own files",
             required="the weights of one model: a loader of transformers would add the adapter to them",
             remedy="merge the adapter into the model (peft: merge_and_unload) and save it, or move the adapter's files away",
         )

@@ -207,7 +207,7 @@ def _check_stackable(specs: Mapping[str, TensorSpec], *, num_layers: int) -> Non
 
 
 def _extra_state_keys(num_layers: int) -> list[str]:
-    """The empty objects that Megatron stores beside each linear layer (room for FP8 scales) and asks for when it loads."""
+    """The empty objects that Megatron stores with each linear layer (room for FP8 scales) and asks for when it loads."""
     keys = ["output_layer._extra_state/shard_0_1"]
     for name in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"):
         keys += [f"{LAYERS}{name}._extra_state/shard_{layer}_{num_layers}" for layer in range(num_layers)]

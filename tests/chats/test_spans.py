@@ -117,7 +117,7 @@ def test_without_special_tokens_a_turn_ends_with_its_text(tokenizer):
 @pytest.mark.parametrize(
     "template",
     [
-        # turns end in one way, and in another once others follow
+        # turns end differently once others follow
         "{% for m in messages %}{{ m.content }}{{ '<|im_end|>' if loop.last else '<|eot_id|>' }}{% endfor %}",
         "{% for m in messages %}<|im_start|>{{ m.content }}{{ '!' * loop.revindex }}<|im_end|>{% endfor %}",
         # no prompt at all, and what the assistant says is put first

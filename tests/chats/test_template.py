@@ -55,7 +55,7 @@ def test_a_tokenizers_template_for_tools_is_taken_for_chats_with_tools(tokenizer
     assert write(tokenizer, several, user("hi"), tools=[WEATHER]) == "tools"
 
 
-# Python's own way of showing values.
+# As Python itself shows values.
 
 
 @pytest.mark.parametrize(

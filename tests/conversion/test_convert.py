@@ -1,4 +1,4 @@
-"""Whole conversions: nothing lost on the way, and the same model on both sides."""
+"""Whole conversions: nothing is lost, and the model is the same on both sides."""
 
 import json
 from dataclasses import replace

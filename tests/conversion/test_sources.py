@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_dmtd.conversion.convert import export_hf, import_hf
-from megatron_dmtd.conversion.sources import Checkpoint, HFDirectory, num_parameters, open_source, verified_beside
+from megatron_dmtd.conversion.sources import Checkpoint, HFDirectory, num_parameters, open_source, verified_meanwhile
 from megatron_dmtd.errors import CheckpointError, ConversionError, ModelError
 from megatron_dmtd.infra import checksums
 from megatron_dmtd.training.checkpoints import paths
@@ -41,7 +41,7 @@ def test_both_formats_give_the_same_tensors_by_the_same_names(hf, tmp_path):
     assert num_parameters(second) - num_parameters(first) == 28 * 32  # 100 rows are padded to 128
 
 
-def test_a_head_stored_beside_the_table_that_it_is_tied_to_must_equal_it(hf, tmp_path):
+def test_a_head_stored_with_the_table_that_it_is_tied_to_must_equal_it(hf, tmp_path):
     rewrite(hf, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
     assert "lm_head.weight" in open_source(hf).stored and "lm_head.weight" not in open_source(hf).hf_specs()
     import_hf(hf, tmp_path / "start")
@@ -114,23 +114,23 @@ def test_what_is_neither_format_is_refused(tmp_path):
         open_source(tmp_path)
 
 
-def test_weights_are_compared_beside_the_work_and_everything_else_before_it(hf, tmp_path):
+def test_weights_are_compared_during_the_work_and_everything_else_before_it(hf, tmp_path):
     import_hf(hf, tmp_path / "start")
-    with verified_beside(tmp_path / "start") as (checkpoint, wait_for_verdict):
+    with verified_meanwhile(tmp_path / "start") as (checkpoint, wait_for_verdict):
         assert checkpoint.stored
         wait_for_verdict()
     flip_a_bit(tmp_path / "start" / "__3_0.distcp")
-    with verified_beside(tmp_path / "start", verify=False) as (_, wait_for_verdict):
+    with verified_meanwhile(tmp_path / "start", verify=False) as (_, wait_for_verdict):
         wait_for_verdict()
-    with pytest.raises(CheckpointError, match=DAMAGED), verified_beside(tmp_path / "start") as (_, wait_for_verdict):
+    with pytest.raises(CheckpointError, match=DAMAGED), verified_meanwhile(tmp_path / "start") as (_, wait_for_verdict):
         wait_for_verdict()
     unreadable = CheckpointError(found="bytes that make no tensor", required="a tensor", remedy="none")
-    with pytest.raises(CheckpointError, match=DAMAGED), verified_beside(tmp_path / "start"):
+    with pytest.raises(CheckpointError, match=DAMAGED), verified_meanwhile(tmp_path / "start"):
         raise unreadable
-    with pytest.raises(ValueError, match="something else"), verified_beside(tmp_path / "start"):
+    with pytest.raises(ValueError, match="something else"), verified_meanwhile(tmp_path / "start"):
         raise ValueError("something else")
     flip_a_bit(tmp_path / "start" / "config.yaml")
-    with pytest.raises(CheckpointError, match=r"config\.yaml .* is not what was written"), verified_beside(tmp_path / "start"):
+    with pytest.raises(CheckpointError, match=r"config\.yaml .* is not what was written"), verified_meanwhile(tmp_path / "start"):
         pytest.fail("the configuration was read before it was compared")
 
 

@@ -1,4 +1,4 @@
-"""Each family the whole way: a directory of transformers' own, imported, trained on Megatron, exported, loaded, decoded, scored.
+"""Each family from end to end: a directory by transformers, imported, trained on Megatron, exported, loaded, decoded, scored.
 
 Level: greedy tokens equal, log probabilities within 1e-4 in fp32, between the engine and the export loaded in transformers.
 """

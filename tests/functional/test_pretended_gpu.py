@@ -148,7 +148,7 @@ def test_layouts_on_gpus_give_the_curve_of_cpus(
     _assert_close(curves[1], curves[0], tolerance=0.05 if is_bf16 else 1e-4)
 
 
-def test_a_model_is_the_same_after_an_import_and_an_export_beside_a_gpu(library: Path, tmp_path: Path) -> None:
+def test_a_model_is_the_same_after_an_import_and_an_export_next_to_a_gpu(library: Path, tmp_path: Path) -> None:
     tiny_model("bidirectional-refresh", dtype=torch.float32).save_pretrained(tmp_path / "model")
     assert _result("convert", tmp_path, {}, library)["device"] == "cuda:0"
     source, exported = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "exported"))

@@ -63,5 +63,5 @@ def transformers_4(tmp_path_factory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_runs_under_transformers_4(transformers_4, tmp_path, variant):
-    """The newest 4, which installs beside the torch that the tests run with."""
+    """The newest 4, which can be installed with the torch that the tests run with."""
     assert check(transformers_4, tmp_path, variant).startswith("4.")

@@ -22,7 +22,7 @@ from tests.support.tokenizers import chat_tokenizer
 LOAD_ELSEWHERE = """
 import sys, torch
 
-class Absent:  # the project may be installed beside the tests; `make test` installs it
+class Absent:  # the project may be installed where the tests run; `make test` installs it
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("megatron_dmtd", "megatron"):
             raise ModuleNotFoundError(f"no {name} here", name=name)

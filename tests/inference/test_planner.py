@@ -115,7 +115,7 @@ def test_a_chunk_that_starts_inside_a_cycle_ends_with_it():
 @pytest.mark.parametrize("window", [1, 2, 3, 5, 6, 7, 100])
 @pytest.mark.parametrize("variant", [*NAMES, "vanilla"])
 def test_a_window_hides_exactly_what_the_rule_of_cycles_hides(variant, window):
-    """Every (row, key) pair of prompts cut in several ways: the window's ranges show what `visible(window=)` shows."""
+    """Every (row, key) pair of prompts cut into different chunks: the window's ranges show what `visible(window=)` shows."""
     own, num_hidden = method(variant), 0
     for stops in ([14], [5, 8, 13, 14], list(range(1, 15))):
         start = 0

@@ -18,7 +18,7 @@ each_kind = pytest.mark.parametrize("kind", FOUR_VARIANTS, ids=["-".join(kind) f
 
 
 class Texts:
-    """Two texts on their way through a runner, in slots 2 and 0."""
+    """Two texts being decoded by a runner, in slots 2 and 0."""
 
     def __init__(self, kind: tuple[str, str], mode: str = "dynamic") -> None:
         model = model_of(SHAPE, random_weights(SHAPE, seed=2), *kind)

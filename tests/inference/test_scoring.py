@@ -38,7 +38,7 @@ def test_bad_texts_are_refused(pairs):
 
 
 def test_scores_do_not_depend_on_company_preemption_or_prefixes_and_company_does_not_see_them(pair: Pair):
-    """A store that holds two of the five at their ends: the others give way on the way, and are computed and scored again."""
+    """A store that holds two of the five at their ends: the others are preempted halfway, and are computed and scored again."""
     texts = [random_ids(1, length, seed=length)[0].tolist() for length in (10, 23, 17, 10, 13)]
     alone = [score(pair.engine(), text) for text in texts]
     plain = [pair.engine().generate([text], max_new_tokens=30)[0].token_ids for text in texts]

@@ -32,7 +32,7 @@ LLAMA_LIKE = Shape(
     cycle_length=3,
     mask_token_id=7,
 )
-#: Biases, windows narrower and wider than a cycle beside a full layer, and rotary frequencies of its own.
+#: Biases, windows narrower and wider than a cycle, one layer without a window, and rotary frequencies of its own.
 WITH_PARTS = Shape(
     num_layers=5,
     num_parallel_layers=3,

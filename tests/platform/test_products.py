@@ -8,7 +8,7 @@ import torch
 from megatron_dmtd.platform import products
 from megatron_dmtd.platform.choices import ROWS, Choice, Choices, Form
 
-#: Largest error, in standard deviations of the result and beside the rounding of the result itself. fp32 products that rounded
+#: Largest error, in standard deviations of the result, without the rounding of the result itself. fp32 products that rounded
 #: their operands to bf16 would be at 1e-2.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
 ROUNDING = {torch.float32: 2**-23, torch.bfloat16: 2**-8}

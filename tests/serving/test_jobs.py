@@ -1,4 +1,4 @@
-"""Requests on their way: closed once, whenever their clients go. Answers are tested in test_app.py."""
+"""Requests in progress: closed once, whenever their clients disconnect. Answers are tested in test_app.py."""
 
 import asyncio
 

@@ -119,7 +119,7 @@ def test_what_the_template_raises_is_a_refusal(preparation, engine, monkeypatch)
     ids=repr,
 )
 def test_what_the_engine_would_refuse_is_refused_here_in_the_clients_words(preparation, fields, param, found):
-    # json writes an infinite number as a word that JSON has not
+    # json writes an infinite number as a word that JSON does not have
     raw = json.dumps({"prompt": "ab", "max_tokens": 1, **fields}).replace("-Infinity", "-1e400").replace("Infinity", "1e400")
     with pytest.raises(RequestError, match=found) as refused:
         preparation.prepare(raw.encode(), CompletionRequest)

@@ -65,7 +65,7 @@ def test_a_cancelled_job_does_not_come_back(phase, workplace):
 def test_a_preempted_job_goes_on_when_there_is_room_again(partition, said, workplace):
     """`warned`: the ranks alone get TERM, long before the end. `stopped`: Slurm cancels. `requeued`: Slurm requeues at once."""
     job_id = workplace.train("run", sbatch=(f"--partition={partition}",))
-    workplace.wait_for_step("run", 9)  # a checkpoint is there: the two harsh ways leave no time for another
+    workplace.wait_for_step("run", 9)  # a checkpoint is there: the two harsh signals leave no time for another
     urgent = ["--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 5"]
     workplace.cluster.call("sbatch", *urgent, cwd=workplace.folder)
     record = workplace.finish(job_id, timeout_s=200)

@@ -35,7 +35,7 @@ def tensors_of(step_directory: Path) -> dict[str, torch.Tensor]:
 
 
 def objects_of(step_directory: Path) -> dict[str, Any]:
-    """Every object that a checkpoint holds beside tensors: generator states among them."""
+    """Every object that a checkpoint holds in addition to tensors: generator states among them."""
     metadata = dcp.FileSystemReader(str(step_directory)).read_metadata()
     found = {}
     for index, place in metadata.storage_data.items():
@@ -75,7 +75,7 @@ def assert_same_checkpoint(first: Path, second: Path) -> None:
 
 
 class Job:
-    """`tools/train.py`, or another program, as one or several processes, the way a scheduler starts them."""
+    """`tools/train.py`, or another program, as one or several processes, as a scheduler starts them."""
 
     def __init__(self, config: Config, folder: Path, *, ranks: int = 1, program: Sequence[str] = ("tools/train.py",)) -> None:
         folder.mkdir(parents=True, exist_ok=True)

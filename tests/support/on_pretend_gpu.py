@@ -114,7 +114,7 @@ def generate(folder: Path, kind: str, layers_on_first: int) -> dict[str, Any]:
 
 
 def convert(folder: Path) -> dict[str, Any]:
-    """A model's way to a checkpoint of Megatron's and back, on a machine that has a GPU."""
+    """From a model to a checkpoint of Megatron's and back, on a machine that has a GPU."""
     from megatron_dmtd.conversion.convert import export_hf, import_hf
     from megatron_dmtd.platform import prepare_megatron
 

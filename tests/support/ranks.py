@@ -106,7 +106,7 @@ def _collect(pipes: list[Connection]) -> list[Any]:
             try:
                 succeeded, payload = pipe.recv()  # type: ignore[union-attr]
             except EOFError:
-                raise AssertionError(f"rank {rank} died without a word") from None
+                raise AssertionError(f"rank {rank} died silently") from None
             if not succeeded:
                 raise AssertionError(f"rank {rank} failed:\n{payload}")
             results[rank] = pickle.loads(payload)

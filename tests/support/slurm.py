@@ -1,7 +1,7 @@
 """A real Slurm cluster on this host, in one folder: munged, slurmctld and several slurmd, each "node" in namespaces of its own.
 
 A node's processes live in a PID namespace whose first process is its slurmd: killing that one is the death of the whole node.
-Everything runs below one process that dies with the test session, whichever way that ends, and writes to files only.
+Everything runs below one process that dies with the test session, however that ends, and writes to files only.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ PropagateResourceLimitsExcept=MEMLOCK
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 """
-#: `urgent` takes nodes from the three below `main`, each in its own way
+#: `urgent` takes nodes from the three below `main`, each by other means
 _PARTITIONS = """\
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE OverSubscribe=NO State=UP PriorityTier=5 PreemptMode=OFF
 PartitionName=urgent Nodes=ALL OverSubscribe=NO State=UP PriorityTier=10 PreemptMode=OFF

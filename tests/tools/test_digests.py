@@ -76,7 +76,7 @@ def test_numbers_of_kernels_are_compared_on_one_machine_only(written, capsys):
     assert digests.main(["compare", *paths]) == 2
     message = capsys.readouterr().err
     assert "train recorded on another machine" in message and "torch 2 there, 3 here" in message
-    assert "flags: without avx2, with avx512f besides" in message and "--only plans masks" in message
+    assert "flags: without avx2, with avx512f in addition" in message and "--only plans masks" in message
     assert digests.main(["compare", *paths, "--only", "plans"]) == 0
 
 

@@ -1,4 +1,4 @@
-"""The quickstart, small: the same parts in the same order, on a folder of texts, interrupted and killed on its way."""
+"""The quickstart, small: the same parts in the same order, on a folder of texts, interrupted and killed halfway."""
 
 import json
 import os

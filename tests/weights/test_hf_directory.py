@@ -86,7 +86,7 @@ def test_an_index_that_names_the_single_file_is_no_second_set(directory):
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_an_adapter_beside_the_model_is_refused(directory, name):
+def test_an_adapter_next_to_the_model_is_refused(directory, name):
     (directory / name).write_text("{}")
     with pytest.raises(ConversionError, match="merge the adapter"):
         open_directory(directory)

@@ -154,7 +154,7 @@ def save_interleaved(config: Config, directory: str) -> None:
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    # Megatron would spawn the process that holds this queue, which imports the test program and Megatron anew.
+    # Megatron would spawn the process that holds this queue, which imports the test program and Megatron again.
     filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     rank, num_layers = torch.distributed.get_rank(), config.model.num_layers
     state = {}

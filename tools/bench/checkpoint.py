@@ -6,7 +6,7 @@
 One process. `blocked` is how long training stands still: in a save that is waited for, all of it; in a background save, the copy,
 and a moment at its end (`finish`).
 The background save is measured while training steps run, as it is used. Raw speed: as many bytes, written and put on the disk
-(fsync), and read back after the page cache was asked to drop them; the checkpoint is read back the same way.
+(fsync), and read back after the page cache was asked to drop them; so is the checkpoint.
 """
 
 from __future__ import annotations

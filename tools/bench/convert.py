@@ -71,7 +71,7 @@ def convert_here(kind: str, source: str, target: str) -> dict[str, float]:
     from megatron_dmtd.conversion.convert import export_hf, import_hf
 
     convert = {"import": import_hf, "export": export_hf}[kind]
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, start = _memory_bytes("VmRSS"), time.perf_counter()
     convert(source, target)
     return {"seconds": time.perf_counter() - start, "peak_bytes": _memory_bytes("VmHWM") - before}

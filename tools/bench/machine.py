@@ -33,7 +33,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own number)")
-    parser.add_argument("--measure-again", action="store_true", help="measure the choices anew and replace the recorded ones")
+    parser.add_argument("--measure-again", action="store_true", help="measure the choices again and replace the recorded ones")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser.parse_args(argv)
 

@@ -6,9 +6,9 @@
 The plain loop is that of Megatron's own preprocess_data.py: a pool of processes parses lines and encodes their texts one by one
 with `tokenizers` (EOS, PAD and MASK that a text spells stay text, as in ours), and the parent appends each document with
 Megatron's IndexedDatasetBuilder. Both run as processes of their own, in turn; a run's time is that of the whole process, start-up
-included. Beside it are the time of tokenising alone (for ours with the start of the workers, for the plain loop without) and the
-CPU time of all processes, which other work on the machine hardly changes. The .bin files must be equal byte for byte. Memory is
-the sum over all processes of the run of what each holds privately (USS), at its peak.
+included. Also printed are the time of tokenising alone (for ours with the start of the workers, for the plain loop without it)
+and the CPU time of all processes, which other work on the machine hardly changes. The .bin files must be equal byte for byte.
+Memory is the sum over all processes of the run of what each holds privately (USS), at its peak.
 """
 
 from __future__ import annotations

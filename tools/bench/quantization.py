@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time the low-precision formats on one core: kernels in C beside plain torch, medians over rounds in which both take turns.
+"""Time the low-precision formats on one core: kernels in C against plain torch, medians over rounds in which both take turns.
 
     python tools/bench/quantization.py
     python tools/bench/quantization.py --rows 4096 --width 4096 --rounds 7 --json times.json

@@ -130,7 +130,7 @@ def alone(engine: Engine, num_clients: int, num_tokens: int) -> float:
 
 
 def measure(folder: Path, num_clients: int, options: argparse.Namespace) -> dict[str, float]:
-    """Medians of tokens per second, by way."""
+    """Medians of tokens per second, by interface."""
     from megatron_dmtd.inference import Engine
 
     config = EngineConfig(max_batch=num_clients, max_length=options.tokens + ROOM)
@@ -141,7 +141,7 @@ def measure(folder: Path, num_clients: int, options: argparse.Namespace) -> dict
             found["engine"].append(alone(own, num_clients, options.tokens))
             found["server, whole"].append(asyncio.run(ask(url, num_clients, options.tokens, stream=False)))
             found["server, streamed"].append(asyncio.run(ask(url, num_clients, options.tokens, stream=True)))
-    return {way: num_clients * options.tokens / statistics.median(seconds[1:]) for way, seconds in found.items()}
+    return {name: num_clients * options.tokens / statistics.median(seconds[1:]) for name, seconds in found.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,8 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for num_clients in options.clients:
             figures = measure(folder, num_clients, options)
             results.append({"clients": num_clients, **figures})
-            ways = ", ".join(f"{way} {speed:.1f} ({speed / figures['engine']:.2f})" for way, speed in figures.items())
-            print(f"{num_clients} clients, {options.tokens} tokens each, tokens/s (of the engine's): {ways}", flush=True)
+            shown = ", ".join(f"{name} {speed:.1f} ({speed / figures['engine']:.2f})" for name, speed in figures.items())
+            print(f"{num_clients} clients, {options.tokens} tokens each, tokens/s (of the engine's): {shown}", flush=True)
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
     return 0

@@ -103,7 +103,7 @@ class Decoding:
 
 
 _NATIVE, _TORCH = {"kernels": "native"}, {"kernels": "torch"}
-#: So few pages that requests have to give way to each other.
+#: So few pages that requests have to preempt each other.
 _CROWDED = {"max_length": 104, "cache_tokens": 112}
 DECODINGS = {
     **{f"{kind}/native": Decoding(kind=kind, config=_NATIVE) for kind in KINDS},

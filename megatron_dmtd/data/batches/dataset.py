@@ -151,7 +151,7 @@ class PackedDataset:
             self._check_file(file)
         self._plans: dict[int, EpochPlan] = {}
         self.counts = self._plan(0).counts
-        """Of the first epoch. Other epochs differ only in the number of documents that concatenation cuts."""
+        """Counts of the first epoch. Other epochs differ only in the number of documents that concatenation cuts."""
         if self.rows_per_epoch == 0:
             raise DataError(
                 found=f"{self.num_documents} documents in {', '.join(prefixes)}, all of fewer than 2 tokens",

@@ -2,7 +2,7 @@
 
 With at least as many inputs as shards, each shard covers whole consecutive inputs, and its run touches no others. With fewer,
 inputs are cut between blocks, by the share of bytes that precedes a block; each run then passes through all inputs, to name
-documents and compute checksums as every other run does. Inputs of unknown size cannot be cut this way: their blocks are dealt out
+documents and compute checksums as every other run does. Inputs of unknown size cannot be cut so: their blocks are dealt out
 in turn, and the shards cannot be joined in order.
 """
 

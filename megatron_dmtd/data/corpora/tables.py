@@ -37,7 +37,7 @@ class RowsBlock:
     first_row: int
     keys: RecordKeys
     values: tuple[dict[str, Any], ...]
-    """Of each record, the fields that matter."""
+    """The fields that matter, of each record."""
     num_bytes: int
 
     def entries(self) -> Iterator[Entry]:

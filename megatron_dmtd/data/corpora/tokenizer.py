@@ -71,7 +71,7 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
 
     _register_own_model(Path(directory))
     try:
-        # False: a tokenizer is data. Left open, transformers 5 asks at a terminal about code of the model beside it.
+        # A tokenizer is data. Without False, transformers 5 asks at a terminal whether to run the model's code next to it.
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exception for a damaged file
         raise DataError(found=f"{file}: {error}", required=_REQUIRED, remedy="make or copy the folder again") from error

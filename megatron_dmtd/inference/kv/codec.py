@@ -100,6 +100,6 @@ class PlainCodec:
 
 def _gathered(pages_PGTD: torch.Tensor, page_BP: torch.Tensor) -> torch.Tensor:
     """Entries `[B, G, K, D]` of pages, gathered key head by key head so that one copy makes them contiguous."""
-    num_heads = pages_PGTD.shape[1]
-    index_BGP = page_BP[:, None] * num_heads + torch.arange(num_heads, device=page_BP.device)[:, None]
+    num_key_value_heads = pages_PGTD.shape[1]
+    index_BGP = page_BP[:, None] * num_key_value_heads + torch.arange(num_key_value_heads, device=page_BP.device)[:, None]
     return pages_PGTD.flatten(0, 1)[index_BGP].flatten(2, 3)

@@ -36,7 +36,7 @@ class _Entry:
     """One page of each group."""
     num_children: int = 0
     last_use: int = 0
-    """By the index's clock."""
+    """Time of its last use, on the index's clock."""
     is_queued: bool = False
     """Whether the index's queue names it."""
 

@@ -47,9 +47,9 @@ INLINE float load_weight(const void *w, i64 index, const int is_bf16) {
 #define MOST_ROWS 64
 
 /* Adds the products of M rows of x and B rows of w, `stream` numbers apart, over `num` columns, to sums[B][M]. Every weight is
-   loaded once and serves M rows. `packed` holds x one vector at a time, row beside row. With every vector, what lies at `next` is
-   fetched, and `pace` bytes further with the following one. */
-INLINE void tile(const float *packed, const void *w, i64 stream, i64 num, const char *next, i64 pace, vec *sums, const int M,
+   loaded once and serves M rows. `packed` holds x interleaved: the first vector of every row, then the second of every row. With
+   each vector of weights, what lies at `next` is prefetched, which then moves on by `stride` bytes. */
+INLINE void tile(const float *packed, const void *w, i64 stream, i64 num, const char *next, i64 stride, vec *sums, const int M,
                  const int B, const int is_bf16) {
   const int bytes = is_bf16 ? 2 : 4;
   vec acc[3][TILE_ROWS];
@@ -57,7 +57,7 @@ INLINE void tile(const float *packed, const void *w, i64 stream, i64 num, const 
   for (int b = 0; b < B; b++)
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) acc[b][m] = sums[b * M + m];
-  for (i64 k = 0; k < num; k += LANES, next += pace) {
+  for (i64 k = 0; k < num; k += LANES, next += stride) {
     vec wv[3];
 #pragma GCC unroll 3
     for (int b = 0; b < B; b++) {
@@ -85,9 +85,9 @@ INLINE void tile(const float *packed, const void *w, i64 stream, i64 num, const 
 typedef void (*Tile)(const float *, const void *, i64, i64, const char *, i64, vec *);
 
 #define DEFINE_TILE(NAME, M, B, IS_BF16) \
-  static void NAME##_##M##_##B(const float *packed, const void *w, i64 stream, i64 num, const char *next, i64 pace, \
+  static void NAME##_##M##_##B(const float *packed, const void *w, i64 stream, i64 num, const char *next, i64 stride, \
                                vec *sums) { \
-    tile(packed, w, stream, num, next, pace, sums, M, B, IS_BF16); \
+    tile(packed, w, stream, num, next, stride, sums, M, B, IS_BF16); \
   }
 #define DEFINE_TILES(M, B) DEFINE_TILE(tile, M, B, 0) DEFINE_TILE(half_tile, M, B, 1)
 #if TILE_ROWS == 8
@@ -104,7 +104,7 @@ FOR_EACH_M(DEFINE_TILES, 3)
 /* By: whether weights are bfloat16, whether three rows of them, rows of x. */
 static const Tile TILES[2][2][TILE_ROWS] = {TILES_OF(tile), TILES_OF(half_tile)};
 
-/* Columns [0, whole) of the rows of a tile, a vector at a time, row beside row: rows as they lie may share cache sets. */
+/* Columns [0, whole) of the rows of a tile, interleaved vector by vector: in their own layout the rows may share cache sets. */
 static void pack(const float *x, float *packed, i64 rows, i64 num_in, i64 whole) {
   for (i64 k = 0; k < whole; k += LANES)
     for (i64 m = 0; m < rows; m++) *(vec *)(packed + k * rows + m * LANES) = *(const vec *)(x + m * num_in + k);
@@ -143,15 +143,15 @@ static void multiply(const Product *p, i64 row, i64 num, i64 count) {
   for (i64 begin = 0; begin < p->whole; begin += step) {
     i64 size = begin + step < p->whole ? step : p->whole - begin, is_last = begin + size == p->whole;
     for (i64 t = 0; t < num_tiles; t++) {
-      i64 first = t * TILE_ROWS, rows = rows_of_tile(p, first), pace = LANES * bytes / num_tiles;
+      i64 first = t * TILE_ROWS, rows = rows_of_tile(p, first), stride = LANES * bytes / num_tiles;
       Tile add = TILES[p->is_bf16][count == 3][rows - 1];
       for (i64 n = 0; n < num; n++) {
         const char *here = w + ((row + n) * p->num_in + begin) * bytes, *next = here + AHEAD_BYTES;
         if (num_tiles > 1) {
           const char *block = is_last ? w + (row + n + num) * p->num_in * bytes : here + size * bytes;
-          next = block + t * pace * (step / LANES);
+          next = block + t * stride * (step / LANES);
         }
-        add(p->packed + first * p->whole + begin * rows, here, p->third * p->num_in, size, next, pace, sums[t * GROUP + n]);
+        add(p->packed + first * p->whole + begin * rows, here, p->third * p->num_in, size, next, stride, sums[t * GROUP + n]);
       }
     }
   }

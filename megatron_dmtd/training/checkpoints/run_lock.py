@@ -29,7 +29,9 @@ _LINGER_S = 5.0
 #: seconds after which a file server has released the lock of a dead node
 LEASE_S = 150.0
 _POLL_S = 0.2
-_UNUSABLE = Refusal(CheckpointError, required="a folder that can be written to", remedy="mend it, or choose another")
+_UNUSABLE = Refusal(
+    CheckpointError, required="a folder that can be written to", remedy="change its permissions, or choose another folder"
+)
 
 
 def _own_line() -> str:

@@ -60,12 +60,12 @@ def _error(root: Path, faults: list[str]) -> SaveError:
     return SaveError(
         found=f"no checkpoint could be written to {root}: " + "; ".join(faults),
         required="a folder that takes the whole checkpoint",
-        remedy="make room, or mend the folder, and start again: the run goes on from its last complete checkpoint",
+        remedy="make room, or repair the folder, and start again: the run continues from its last complete checkpoint",
     )
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
-    """Megatron's strategy, which also hands over what is needed to finish the checkpoint in our own way."""
+    """Megatron's strategy, which also hands over what our own code needs to finish the checkpoint."""
 
     writer: Any = None
     global_metadata: Any = None
@@ -78,7 +78,7 @@ class _Strategy(TorchDistSaveShardedStrategy):
 class _NoQueue:
     """In place of the queue through which Megatron's writer reports: we have a pipe.
 
-    Megatron would start a manager process for it, on a GPU by importing the program anew (10 s and more at each run's first
+    Megatron would start a manager process for it, on a GPU by importing the program again (10 s and more at each run's first
     save), and a scheduler's SIGTERM to all processes would end that manager in the middle of the save that the signal asks for.
     """
 
@@ -105,7 +105,7 @@ def _write_files(parent: int, write: Callable[..., None], rank: int, buckets: li
 
 @dataclass(kw_only=True, slots=True)
 class _Running:
-    """One save under way on this rank."""
+    """A save in progress on this rank."""
 
     step: int
     partial: Path
@@ -224,7 +224,7 @@ class Saver:
         return process, receiver
 
     def finish(self) -> Path | None:
-        """Wait for the save under way and make it visible. Its directory, or None if there was none.
+        """Wait for the save in progress and make it visible. Its directory, or None if there was none.
 
         Raises `SaveError` on all ranks if any of them could not write; then nothing of the save is left.
         """

@@ -157,7 +157,7 @@ def with_marks(write_tokens, marks):
 
 
 def test_marks_decide_which_targets_carry_loss(write_tokens):
-    plain = write_tokens([[7, 8, 9]], name="plain")  # a corpus without marks beside one with marks
+    plain = write_tokens([[7, 8, 9]], name="plain")  # a corpus without marks, blended with one that has them
     dataset = open_dataset(with_marks(write_tokens, [[1, 0, 1, 1], [0, 0]]), plain, shuffle_seed=None)
     row = dataset[0]
     assert row.labels_N[row.loss_mask_N == 1].tolist() == [3, 4, 8, 9]

@@ -187,4 +187,4 @@ def test_an_encoder_that_knows_too_many_words_forgets_them_and_encodes_as_before
     assert encoder._tokenizer is not first and resident_bytes() > len(held)
     second = encoder._tokenizer
     assert_equal((encoder, reference), TEXTS)
-    assert encoder._tokenizer is second  # counted anew from where it was loaded
+    assert encoder._tokenizer is second  # counted again from where it was loaded

@@ -442,7 +442,7 @@ def test_an_unfinished_run_of_other_inputs_or_options_is_not_gone_on_with(tmp_pa
 
 
 def test_a_full_disk_is_an_error_that_says_how_to_go_on(tmp_path, options):
-    """A limit on the size of files stands for the disk: the system call fails in the same way."""
+    """A limit on the size of files stands for the disk: the system call fails alike."""
     generator = random.Random(0)
     path = write_lines(tmp_path / "texts.jsonl", [generator.randbytes(500).hex() for _ in range(300)])
     limited = {"block_bytes": 5000, "save_seconds": 0}

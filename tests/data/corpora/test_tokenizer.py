@@ -46,11 +46,11 @@ def test_a_trained_tokenizer_is_loaded_with_its_control_ids(directory, tokenizer
     from transformers import AutoTokenizer
 
     assert control_ids(tokenizer) == ControlIds(eos=0, pad=1, mask=2)
-    anew = AutoTokenizer.from_pretrained(str(directory))
-    assert (anew.eos_token_id, anew.pad_token_id, anew.mask_token_id) == (0, 1, 2)
+    loaded = AutoTokenizer.from_pretrained(str(directory))
+    assert (loaded.eos_token_id, loaded.pad_token_id, loaded.mask_token_id) == (0, 1, 2)
     saved = json.loads((directory / "tokenizer_config.json").read_text())
     assert saved["model_input_names"] == ["input_ids", "attention_mask"], "generate(**batch) takes no others"
-    assert list(anew("the cat")) == saved["model_input_names"]
+    assert list(loaded("the cat")) == saved["model_input_names"]
     assert sorted(path.name for path in directory.iterdir()) == [
         "special_tokens_map.json",
         "tokenizer.json",

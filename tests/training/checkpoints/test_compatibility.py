@@ -48,7 +48,9 @@ def test_each_difference_says_whether_it_is_allowed_and_why(saved: Path) -> None
         ("training", "freeze_embeddings", True),
     ],
 )
-def test_what_makes_another_run_is_refused_beside_what_is_allowed(saved: Path, section: str, field: str, value: object) -> None:
+def test_what_makes_another_run_is_refused_together_with_what_is_allowed(
+    saved: Path, section: str, field: str, value: object
+) -> None:
     changed = with_settings(tiny_config(optimizer={"lr": 1e-2}), **{section: {field: value}})
     with pytest.raises(CheckpointError) as caught:
         check_resumable(changed, saved)

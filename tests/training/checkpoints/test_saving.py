@@ -277,7 +277,7 @@ def _saves_under_way(root: Path, *, later_than: int) -> list[str]:
 
 
 def _start_and_kill_in_a_save(config: Config, *, later_than: int, delay_s: float) -> bool:
-    """Start the run, wait for the save of a later step, kill the process `delay_s` later. Whether a save was under way then."""
+    """Start the run, wait for the save of a later step, kill the process `delay_s` later. Whether a save was in progress then."""
     root = Path(config.checkpoint.dir)
     process: Any = multiprocessing.get_context("fork").Process(target=_alone, args=(config,))
     process.start()
