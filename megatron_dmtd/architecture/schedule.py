@@ -123,14 +123,10 @@ class Schedule:
 
 def _flows(method: Method, num_layers: int) -> Iterator[tuple[int, str, tuple[Stream, ...], tuple[Stream, ...], Stream]]:
     """(layer, pass, streams in, streams out, stream that is stored) of each visit."""
-    real, shadow = Stream.REAL, Stream.SHADOW
-    split = method.num_parallel_layers
+    streams, split, real = tuple(Stream(name) for name in method.streams), method.num_parallel_layers, Stream.REAL
     for layer in range(split):
-        if not method.refreshes:
-            yield layer, PARALLEL, (shadow,), (shadow,), shadow
-        else:
-            # Of the last parallel layer's real stream only K and V are ever read (docs/method.md, section 3.1).
-            yield layer, PARALLEL, (real, shadow), (shadow,) if layer == split - 1 else (real, shadow), real
+        # Of a real stream in the last parallel layer only K and V are ever read (docs/method.md, section 3.1).
+        yield layer, PARALLEL, streams, streams[-1:] if layer == split - 1 else streams, streams[0]
     for layer in range(split, num_layers):
         yield layer, SEQUENTIAL, (real,), (real,), real
 

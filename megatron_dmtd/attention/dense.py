@@ -71,7 +71,7 @@ class _OneDocument:
         window: int | None = None,
     ) -> torch.Tensor:
         method = self.layout.method
-        if not method.refreshes and not method.is_bidirectional:
+        if method.shadow_is_causal:
             return self.real(q_BHND, k_BGND, v_BGND, window=window)
         return merged_shadow_attention(q_BHND, k_BGND, v_BGND, real_k_BGND, real_v_BGND, method=method, window=window)
 
@@ -100,11 +100,11 @@ class DenseAttention:
     ) -> torch.Tensor:
         """Shadow queries: by the rule of the variant."""
         if real_k_BGND is None or real_v_BGND is None:
-            assert not self.layout.method.refreshes, "the Refresh variants read the real stream"
+            assert self.layout.method.streams == ("shadow",), "this method has a real stream, which shadow queries read"
             return self._by_segment(
                 lambda backend, *streams: backend.shadow(*streams, None, None, window=window), q_BHND, k_BGND, v_BGND
             )
-        assert self.layout.method.refreshes, "the Norefresh variants have no real stream in the parallel layers"
+        assert "real" in self.layout.method.streams, "this method has no real stream in the parallel layers"
         return self._by_segment(
             lambda backend, *streams: backend.shadow(*streams, window=window), q_BHND, k_BGND, v_BGND, real_k_BGND, real_v_BGND
         )

@@ -1,6 +1,6 @@
 """What masked, flex and te share: real and shadow keys concatenated along the sequence, and one kernel that takes a mask.
 
-Shape legend: B rows, N slots of a row, H query heads, G key/value heads, D head width, K keys (N, or 2N for Refresh shadows).
+Shape legend: B rows, N slots of a row, H query heads, G key/value heads, D head width, K keys (N for each stream that is read).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class JoinedKeysAttention(ABC, Generic[MaskT]):
         """Shadow queries: by the rule of the variant."""
         mask = self._mask("shadow", self.make_shadow_mask, window)
         if real_k_BGND is None or real_v_BGND is None:
-            assert not self.layout.method.refreshes, "the Refresh variants read the real stream"
+            assert self.layout.method.streams == ("shadow",), "this method has a real stream, which shadow queries read"
             return self.attend(q_BHND, k_BGND, v_BGND, mask)
         k_BGKD, v_BGKD = torch.cat((real_k_BGND, k_BGND), dim=2), torch.cat((real_v_BGND, v_BGND), dim=2)
         return self.attend(q_BHND, k_BGKD, v_BGKD, mask)

@@ -308,11 +308,11 @@ def merged_shadow_attention(
 ) -> torch.Tensor:
     """Shadow attention of one document of N slots, from its position 0; [B, H, N, D]. See `protocol.AttentionBackend.shadow`.
 
-    For all variants but causal Norefresh, which is causal attention.
+    Not for methods whose `shadow_is_causal`: theirs is ordinary causal attention.
     """
     q_BGMND, cycle_length = _by_group(q_BHND, k_BGND), method.cycle_length
-    if not method.refreshes:
-        assert method.is_bidirectional, method
+    if real_k_BGND is None:
+        assert method.streams == ("shadow",) and not method.shadow_is_causal, method
         return _HistoryAttention.apply(q_BGMND, k_BGND, v_BGND, _History(cycle_length, window)).flatten(1, 2)
     # Queries and real keys are a cycle apart, so the same window reaches a cycle less far.
     history = _History(cycle_length, None if window is None else window - cycle_length)

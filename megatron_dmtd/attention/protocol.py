@@ -70,5 +70,5 @@ class AttentionBackend(Protocol):
         *,
         window: int | None = None,
     ) -> torch.Tensor:
-        """Attention of shadow slots to shadow slots, and to the real slots of earlier cycles where the method refreshes."""
+        """Attention of shadow slots to shadow slots, and to the real slots of earlier cycles if the method has any."""
         ...

@@ -48,9 +48,9 @@ def shadow_slots(document_lengths: Sequence[int]) -> Slots:
     return real_slots(document_lengths)._replace(is_real=np.zeros(sum(document_lengths), dtype=bool))
 
 
-def join(first: Slots, second: Slots) -> Slots:
-    """The slots of `first`, then those of `second`."""
-    return Slots(*(np.concatenate(pair) for pair in zip(first, second)))
+def join(*groups: Slots) -> Slots:
+    """The slots of all groups, one after the other."""
+    return Slots(*(np.concatenate(parts) for parts in zip(*groups)))
 
 
 def padded_document_lengths(lengths: Sequence[int], cycle_length: int) -> tuple[int, ...]:

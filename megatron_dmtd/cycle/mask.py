@@ -29,14 +29,11 @@ def stream_slots(document: torch.Tensor, position: torch.Tensor, *, is_real: boo
 def shadow_attention_slots(document: torch.Tensor, position: torch.Tensor, *, method: Method) -> tuple[Slots, Slots]:
     """`(queries, keys)` of the shadow stream's attention over rows of `[..., N]` slots.
 
-    The queries are the N shadow slots. The keys are the same N slots in the Norefresh variants, and N real slots followed by the
-    N shadow slots in the Refresh variants: K is N or 2N.
+    The queries are the N shadow slots. The keys are the slots of all streams of the method, one after the other: K is N or 2N.
     """
-    shadow = stream_slots(document, position, is_real=False)
-    if not method.refreshes:
-        return shadow, shadow
-    real = stream_slots(document, position, is_real=True)
-    return shadow, Slots(*(torch.cat(pair, dim=-1) for pair in zip(real, shadow)))
+    streams = [stream_slots(document, position, is_real=stream == "real") for stream in method.streams]
+    keys = streams[0] if len(streams) == 1 else Slots(*(torch.cat(parts, dim=-1) for parts in zip(*streams)))
+    return streams[-1], keys
 
 
 def dense_mask(query_slots: Slots, key_slots: Slots, *, method: Method, window: int | None = None) -> torch.Tensor:

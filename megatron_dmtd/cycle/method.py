@@ -56,14 +56,21 @@ class Method:
         return "causal" if self.is_vanilla else VARIANTS[self.variant][1]
 
     @property
-    def refreshes(self) -> bool:
-        """Whether the parallel layers hold a real stream in addition to the shadow stream (docs/method.md, section 7)."""
-        return not self.is_vanilla and self.history == "real"
+    def streams(self) -> tuple[str, ...]:
+        """The streams of the first layer, `real` or `shadow`, in the order in which they are concatenated. K and V of the first
+        of them outlive the pass (docs/method.md, section 7); the last one leaves the parallel layers.
+        """
+        return ("real",) if self.is_vanilla else ("real", "shadow") if self.history == "real" else ("shadow",)
 
     @property
     def is_bidirectional(self) -> bool:
         """Whether the shadow slots of one cycle all see one another."""
         return self.block_attention == "bidirectional"
+
+    @property
+    def shadow_is_causal(self) -> bool:
+        """Whether a shadow slot sees the shadow slots up to itself and nothing else: ordinary causal attention."""
+        return self.streams == ("shadow",) and not self.is_bidirectional
 
     # Positions and cycles.
 
@@ -87,7 +94,14 @@ class Method:
 
     def needs_parallel(self, start: int, stop: int) -> bool:
         """Whether a step over tokens `[start, stop)` meets a cycle head, and so runs the parallel layers."""
-        return not self.is_vanilla and self.complete_length(start) < stop
+        return self.num_parallel_layers > 0 and self.complete_length(start) < stop
+
+    def refreshed(self, start: int, stop: int) -> range:
+        """Positions of the real stream that a step over tokens `[start, stop)` computes in the parallel layers: of the cycles
+        that have ended and are not stored yet; none if there is no such stream.
+        """
+        ended = self.cycle_start(stop - 1) if len(self.streams) > 1 else 0
+        return range(self.parallel_entries(start), ended)
 
     def furthest_stop(self, start: int, limit: int) -> int:
         """Where a chunk from `start` may stop, at most `limit`: one that starts inside a cycle ends with it at the latest, since

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_dmtd.cycle.geometry import Slots, join, padded_document_lengths, real_slots, shadow_slots
-from megatron_dmtd.cycle.rule import VANILLA, VARIANTS, cycle_id, is_cycle_head, visible
+from megatron_dmtd.cycle.method import ORDINARY, Method
+from megatron_dmtd.cycle.rule import VARIANTS, cycle_id, is_cycle_head, visible
 from megatron_dmtd.errors import CapabilityError
 from megatron_dmtd.infra.files import replacing
 
@@ -41,19 +42,23 @@ class MaskGrid(NamedTuple):
     cycle_length: int
 
 
+#: the slots of each stream
+_SLOTS = {"real": real_slots, "shadow": shadow_slots}
+
+
+def _pictured(variant: str, cycle_length: int) -> Method:
+    """The method whose first layer is drawn. An ordinary decoder is drawn in cycles too, although it has none."""
+    return Method(variant=variant, cycle_length=cycle_length, num_parallel_layers=1) if variant in VARIANTS else ORDINARY
+
+
 def mask_grid(document_lengths: Sequence[int], *, variant: str, cycle_length: int, window: int | None = None) -> MaskGrid:
     """All slots of a row of documents, each completed to whole cycles, against one another. Vanilla: real slots only.
 
     `window`: keys that a query sees at most, itself included: a sliding window; None: no limit.
     """
     lengths = padded_document_lengths(document_lengths, cycle_length)
-    history, block_attention = VARIANTS.get(variant, ("real", "causal"))
-    if variant == VANILLA:
-        slots = real_slots(lengths)
-    elif history == "real":
-        slots = join(real_slots(lengths), shadow_slots(lengths))
-    else:
-        slots = shadow_slots(lengths)
+    method = _pictured(variant, cycle_length)
+    slots = join(*(_SLOTS[stream](lengths) for stream in method.streams))
     sees = visible(
         query_is_real=slots.is_real[:, None],
         query_document=slots.document[:, None],
@@ -62,8 +67,8 @@ def mask_grid(document_lengths: Sequence[int], *, variant: str, cycle_length: in
         key_document=slots.document[None, :],
         key_position=slots.position[None, :],
         cycle_length=cycle_length,
-        history=history,
-        block_attention=block_attention,
+        history=method.history,
+        block_attention=method.block_attention,
         window=window,
     )
     return MaskGrid(slots, slots, sees, cycle_length)

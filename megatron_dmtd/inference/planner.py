@@ -121,7 +121,7 @@ class StepPlan:
     chunks: Sequence[Chunk]
     parallel: Rows = field(default_factory=Rows)
     outputs: list[int] = field(default_factory=list)
-    """Rows of `parallel` whose hidden states leave the last parallel layer: the shadow rows. Refresh rows end at its K and V."""
+    """Rows of `parallel` whose hidden states leave the last parallel layer: the shadow rows. Real rows end at its K and V."""
     kept: list[Kept] = field(default_factory=list)
     sequential: Rows = field(default_factory=Rows)
     from_output: list[int] = field(default_factory=list)
@@ -144,13 +144,12 @@ def plan_step(method: Method, chunks: Sequence[Chunk]) -> StepPlan:
 
 
 def _add_parallel(plan: StepPlan, method: Method, index: int, chunk: Chunk, first_block: int) -> None:
-    """Refresh rows of every cycle that has ended and is not stored yet, then the blocks of the chunk's cycle heads."""
+    """Real rows of the cycles to be refreshed, then the shadow blocks of the chunk's cycle heads."""
     rows, tokens = plan.parallel, chunk.tokens
     last_block = method.cycle_start(chunk.stop - 1)
-    if method.refreshes:
-        for position in range(method.parallel_entries(chunk.start), last_block):
-            phase = method.phase(position)
-            rows.add(index, position, tokens[position], phase=phase, is_stored=True, entry_end=position + 1)
+    for position in method.refreshed(chunk.start, chunk.stop):
+        rows.add(index, position, tokens[position], phase=method.phase(position), is_stored=True, entry_end=position + 1)
+    is_stored = method.streams[0] == "shadow"
     for block in range(first_block, last_block + 1, method.cycle_length):
         begin = len(rows)
         for offset in range(method.cycle_length):
@@ -158,11 +157,9 @@ def _add_parallel(plan: StepPlan, method: Method, index: int, chunk: Chunk, firs
             token_id = tokens[position] if offset == 0 else method.mask_token_id
             seen = method.cycle_length if method.is_bidirectional else offset + 1
             plan.outputs.append(len(rows))
-            if method.refreshes:
-                local = begin, begin + seen
-                rows.add(index, position, token_id, phase=offset, is_stored=False, entry_end=block, local=local)
-            else:
-                rows.add(index, position, token_id, phase=offset, is_stored=True, entry_end=block + seen)
+            # What the row sees of its block is among the entries if they are stored, else among the rows of this pass.
+            entry_end, local = (block + seen, (0, 0)) if is_stored else (block, (begin, begin + seen))
+            rows.add(index, position, token_id, phase=offset, is_stored=is_stored, entry_end=entry_end, local=local)
     plan.kept.append(Kept(chunk.slot, len(plan.outputs) - method.cycle_length))
 
 
@@ -172,6 +169,6 @@ def _add_sequential(plan: StepPlan, method: Method, index: int, chunk: Chunk, fi
     for position in range(chunk.start, chunk.stop):
         phase = method.phase(position)
         plan.sequential.add(index, position, chunk.tokens[position], phase=phase, is_stored=True, entry_end=position + 1)
-        is_of_earlier_block = not method.is_vanilla and first_block <= position < last_block
+        is_of_earlier_block = first_block <= position < last_block and first_output < len(plan.outputs)
         plan.from_output.append(first_output + position - first_block if is_of_earlier_block else -1)
     plan.last_rows.append(len(plan.sequential) - 1)

@@ -69,5 +69,5 @@ def test_a_mask_is_made_once_for_each_window() -> None:
 def test_a_real_stream_must_come_with_the_variants_that_have_one() -> None:
     q, k, v, *_ = streams_of(2, 12)
     for backend in ("masked", "dense"):
-        with pytest.raises(AssertionError, match="Refresh variants read the real stream"):
+        with pytest.raises(AssertionError, match="this method has a real stream"):
             make_backend(backend, layout_of(((12,), (12,)), "causal-refresh")).shadow(q, k, v, None, None)

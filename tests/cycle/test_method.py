@@ -10,13 +10,26 @@ def method(variant: str) -> Method:
 def test_the_four_variants_answer_by_their_names():
     for variant in VARIANTS:
         found = method(variant)
-        assert found.refreshes == variant.endswith("-refresh")
+        refreshes = variant.endswith("-refresh")
+        assert found.streams == (("real", "shadow") if refreshes else ("shadow",))
         assert found.is_bidirectional == variant.startswith("bidirectional")
-        assert found.history == ("real" if found.refreshes else "shadow") and not found.is_vanilla
+        assert found.shadow_is_causal == (variant == "causal-norefresh")
+        assert found.history == ("real" if refreshes else "shadow") and not found.is_vanilla
+
+
+def test_a_step_refreshes_the_cycles_that_have_ended_and_are_not_stored():
+    found = method("bidirectional-refresh")
+    assert [found.refreshed(start, start + 1) for start in (0, 3, 4, 5, 8)] == [
+        range(0, 0), range(0, 0), range(0, 4), range(4, 4), range(4, 8)
+    ]  # fmt: skip
+    assert found.refreshed(0, 9) == range(0, 8)  # a prompt: all but its last cycle
+    for other in (method("causal-norefresh"), method("bidirectional-norefresh"), ORDINARY):
+        assert not any(found for found in (other.refreshed(0, 9), other.refreshed(5, 9)))
 
 
 def test_vanilla_has_no_cycles_and_no_parallel_entries():
-    assert ORDINARY.is_vanilla and not ORDINARY.refreshes and not ORDINARY.is_bidirectional
+    assert ORDINARY.is_vanilla and ORDINARY.streams == ("real",) and not ORDINARY.is_bidirectional
+    assert not ORDINARY.shadow_is_causal  # it has no shadow stream
     assert not ORDINARY.needs_parallel(0, 100) and ORDINARY.parallel_entries(100) == 0 and ORDINARY.furthest_stop(3, 90) == 90
 
 

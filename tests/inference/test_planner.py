@@ -173,7 +173,7 @@ class Replay:
 
     def labels(self, plan: StepPlan) -> list[str]:
         rows = plan.parallel
-        assert self.method.refreshes or min(rows.entry, default=0) >= 0
+        assert self.method.streams[0] == "real" or min(rows.entry, default=0) >= 0
         outputs = set(plan.outputs)
         return [("S" if row in outputs else "R") + str(rows.position[row]) for row in range(len(rows))]
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from megatron_dmtd.architecture import decoder_tensors, make_schedule
 from megatron_dmtd.architecture import tensors as names
 from megatron_dmtd.architecture.schedule import PARALLEL, SEQUENTIAL
-from megatron_dmtd.cycle import ORDINARY, VANILLA, VARIANTS
+from megatron_dmtd.cycle import ORDINARY, VANILLA, VARIANTS, Method
 from megatron_dmtd.errors import DMTDError
 from megatron_dmtd.families import hf_name, read_fields
 from megatron_dmtd.inference import EngineConfig, SamplingParams
@@ -126,6 +126,11 @@ def random_model(layers: Sequence[int] | None, matrix_dtype: torch.dtype | None 
     return config, build_model(description.schedule, read, matrix_dtype=matrix_dtype)
 
 
+def _num_streams(kind: str) -> int:
+    """Streams of the parallel layers."""
+    return len(Method(variant=kind, num_parallel_layers=1).streams)
+
+
 def as_kind(model: ModelWeights, kind: str) -> ModelWeights:
     """The same weights, decoded as `kind`."""
     if kind == VANILLA:
@@ -214,7 +219,7 @@ class BareProducts:
         """Seconds of a cycle of `kind`."""
         if kind == VANILLA:
             return CYCLE * part_s["all layers, a token"]
-        blocks = "parallel, two blocks" if VARIANTS[kind][0] == "real" else "parallel, one block"
+        blocks = "parallel, two blocks" if _num_streams(kind) == 2 else "parallel, one block"
         return part_s[blocks] + CYCLE * part_s["sequential, a token"]
 
 
@@ -233,8 +238,7 @@ def machine_limit_s(model: ModelWeights, kind: str, batch: int, context: int, li
     num_parallel, num_sequential = (len(model.schedule.pass_visits(pass_name)) for pass_name in (PARALLEL, SEQUENTIAL))
     if kind == VANILLA:
         return CYCLE * pass_s([*parallel, *sequential, model.head], num_parallel + num_sequential, batch)
-    blocks = 2 if VARIANTS[kind][0] == "real" else 1
-    return pass_s(parallel, num_parallel, blocks * CYCLE * batch) + CYCLE * pass_s(
+    return pass_s(parallel, num_parallel, _num_streams(kind) * CYCLE * batch) + CYCLE * pass_s(
         [*sequential, model.head], num_sequential, batch
     )
 
