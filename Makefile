@@ -14,7 +14,7 @@ TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-quickstart: $(INSTALLED)  ## Train, export and decode a small model, with a report in quickstart/ (about 8 minutes on 2 quiet cores)
+quickstart: $(INSTALLED)  ## Train, export and decode a small model, with a report in quickstart/ (8 to 9 minutes on 2 quiet cores)
 	$(BIN)/python tools/quickstart.py
 
 test: check  ## Lint, types, and all tests except the slow ones and those that need a GPU or Slurm
