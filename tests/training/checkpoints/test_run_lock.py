@@ -20,7 +20,7 @@ import pytest
 from megatron_dmtd.config import Config
 from megatron_dmtd.errors import CheckpointError, ConfigError
 from megatron_dmtd.training.checkpoints import paths, run_lock
-from megatron_dmtd.training.checkpoints.run_lock import LOCK_FILE, locked
+from megatron_dmtd.training.checkpoints.run_lock import LOCK_FILE, locked, wait_until_free
 from tests.support.checkpoints import PATIENCE_S, ROOT
 from tests.support.jobs import run_job
 from tests.support.ranks import run_ranks
@@ -162,3 +162,13 @@ def test_a_second_job_touches_nothing_and_a_killed_one_stands_in_nobodys_way(cor
     finally:
         first.kill()
         first.join()
+
+
+def test_waiting_for_a_folder_names_its_owner_once_and_ends_when_it_is_free_or_time_is_up(tmp_path: Path) -> None:
+    said: list[str] = []
+    wait_until_free(tmp_path / "absent", timeout_s=60, waiting=said.append)
+    with locked(tmp_path):
+        wait_until_free(tmp_path, timeout_s=0.5, waiting=said.append)
+        assert len(said) == 1 and f"process {os.getpid()} on" in said[0]
+    wait_until_free(tmp_path, timeout_s=60, waiting=said.append)
+    assert len(said) == 1
