@@ -16,10 +16,14 @@ from megatron_dmtd.errors import DataError
 
 #: bytes of content that are looked at
 _START_BYTES = 1 << 16
-#: byte order marks, the longer ones first: that of UTF-32 begins with that of UTF-16
+#: byte order marks, or what JSON begins with; the longer ones first: those of UTF-32 begin with those of UTF-16
 _OTHER_ENCODINGS = {
     b"\xff\xfe\0\0": "UTF-32",
     b"\0\0\xfe\xff": "UTF-32",
+    b"{\0\0\0": "UTF-32LE",
+    b"[\0\0\0": "UTF-32LE",
+    b"\0\0\0{": "UTF-32BE",
+    b"\0\0\0[": "UTF-32BE",
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
     b"{\0": "UTF-16LE",
@@ -72,7 +76,7 @@ def check_signature(path: Path) -> None:
 def layout_of(path: Path) -> Layout:
     """Whether a JSON file holds a record per line or one array. Raises `DataError` for what is neither, or not UTF-8."""
     check_signature(path)
-    start = _start(path)
+    start, is_damaged = _start(path)
     encoding = other_encoding(start)
     if encoding:
         raise DataError(
@@ -82,7 +86,8 @@ def layout_of(path: Path) -> Layout:
         )
     content = start.removeprefix(UTF8_MARK).lstrip()
     line, line_end, _ = content.partition(b"\n")
-    if content.startswith(b"[") and (".json" in path.suffixes or (line_end and not _is_json(line))):
+    is_only_line = not content[len(line) :].strip()
+    if content.startswith(b"[") and (".json" in path.suffixes or is_only_line or not _is_json(line)):
         return "array"
     if line.strip() == b"{":
         raise DataError(
@@ -90,19 +95,40 @@ def layout_of(path: Path) -> Layout:
             required="one JSON object per line, or one array of objects",
             remedy=f"make lines of it: jq -c . {path.name} > ...",
         )
+    if is_only_line and not is_damaged:
+        _check_only_line(path, line, is_whole=bool(line_end) or len(start) < _START_BYTES)
     return "lines"
 
 
-def _start(path: Path) -> bytes:
+def _check_only_line(path: Path, line: bytes, *, is_whole: bool) -> None:
+    """Raise `DataError` for a line that is many records: it would count as one bad document, though it is the whole file."""
+    required, remedy = "one JSON object per line", f"make lines of it: jq -c . {path.name} > ..."
+    if b"\r" in line.rstrip(b"\r"):  # no JSON text holds one
+        remedy = f"convert it: tr '\\r' '\\n' < {path.name} > ..."
+        raise DataError(found=f"{path}, whose lines end in CR alone", required=f"{required}, ended by LF", remedy=remedy)
+    text = line.decode("utf-8", errors="replace")
+    try:
+        value, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError) as error:
+        if is_whole and line.strip():
+            raise DataError(found=f"{path}, one line, which is not JSON: {error}", required=required, remedy=remedy) from error
+        return
+    if text[end:].strip() or (is_whole and not isinstance(value, dict)):
+        found = "several JSON values on one line" if text[end:].strip() else f"a single JSON {type(value).__name__}"
+        raise DataError(found=f"{path}, {found}", required=required, remedy=remedy)
+
+
+def _start(path: Path) -> tuple[bytes, bool]:
+    """The beginning of the content, and whether damage cuts it short: that is reported with its line when the file is read."""
     content = b""
     try:
         for chunk in ByteStream(path):
             content += chunk
             if len(content) >= _START_BYTES:
-                break
+                return content[:_START_BYTES], False
     except DamagedFileError:
-        pass  # reported with its line when the file is read
-    return content[:_START_BYTES]
+        return content, True
+    return content, False
 
 
 def _is_json(line: bytes) -> bool:

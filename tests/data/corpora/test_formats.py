@@ -52,7 +52,7 @@ def test_a_parquet_file_is_one_under_each_name_or_refused(tmp_path):
             open_inputs([str(tmp_path / name)])
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
 def test_another_encoding_is_named(tmp_path, encoding):
     path = write(tmp_path, LINE.decode().encode(encoding))
     assert other_encoding(path.read_bytes()).lower().replace("-", "") in encoding.replace("-", "")
@@ -67,6 +67,9 @@ def test_another_encoding_is_named(tmp_path, encoding):
         ("a.jsonl", LINE, "lines"),
         ("a.jsonl", b"\n\n" + LINE, "lines"),
         ("a.jsonl", b"[1, 2]\n[3]\n", "lines"),
+        ("a.jsonl", b"[" + LINE.strip() + b", 3]\n", "array"),
+        ("a.jsonl", b"{bad\n" + LINE, "lines"),
+        ("a.jsonl", LINE.strip() + b"\r\n", "lines"),
         ("a.jsonl", b"[\n" + LINE.strip() + b"\n]", "array"),
         ("a.jsonl", b"[" + LINE.strip() + b",\n" + LINE.strip() + b"]", "array"),
         ("a.json", LINE + LINE, "lines"),
@@ -77,6 +80,24 @@ def test_another_encoding_is_named(tmp_path, encoding):
 )
 def test_lines_and_arrays(tmp_path, suffix, name, content, layout):
     assert layout_of(write(tmp_path, content, suffix, name=name)) == layout
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (LINE.strip() + b"\r" + LINE.strip() + b"\r", "whose lines end in CR alone"),
+        ((LINE.strip() + b"\r") * 20_000, "whose lines end in CR alone"),
+        (LINE.strip() * 2, "several JSON values on one line"),
+        (LINE.strip() * 20_000, "several JSON values on one line"),
+        (b"{" + LINE, "one line, which is not JSON"),
+        (bytes(1000), "one line, which is not JSON"),
+        (b'"text"\n\n', "a single JSON str"),
+    ],
+)
+def test_a_whole_file_is_never_one_bad_document(tmp_path, suffix, content, found):
+    with pytest.raises(DataError, match=found):
+        open_inputs([str(write(tmp_path, content, suffix))])
 
 
 def test_an_object_over_several_lines_is_refused(tmp_path):
