@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dmtd.data.batches.manifest import read_manifest
 from megatron_dmtd.data.batches.token_file import TokenFile
+from megatron_dmtd.data.corpora.bos import check_bos
 from megatron_dmtd.data.corpora.verify import check_tokenizer
 from megatron_dmtd.errors import ConfigError, DataError, DMTDError, Refusal
 from megatron_dmtd.inference.config import require_directory
@@ -95,6 +96,7 @@ def check_tokenizers(options: argparse.Namespace) -> None:
             _not_compared(f"{model} has no {TOKENIZER}")
         else:
             check_tokenizer(options.data, options.model)
+            check_bos(options.data, options.model)
     if options.reference is not None:
         _check_reference(model / TOKENIZER, Path(options.reference) / TOKENIZER)
 

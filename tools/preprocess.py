@@ -74,6 +74,13 @@ def make_parser() -> argparse.ArgumentParser:
         "`chat_template_kwargs` of a record are given to it",
     )
     add("--assistant-loss", action="store_true", help="for chats, compute the loss only on what the assistant wrote")
+    add(
+        "--add-bos",
+        choices=["auto", "yes", "no"],
+        default="auto",
+        help="begin each text with BOS, as the model's prompts will (default: auto, as the tokenizer does; chats begin as their "
+        "template says)",
+    )
     add("--skip-bad", action="store_true", help="skip and count documents that cannot be used (exit status 3)")
     add("--dtype", choices=["auto", "uint16", "int32"], default="auto", help="type of the token ids (default: the smallest)")
     add("--encoder", choices=["gigatoken", "tokenizers"], help="tokenising library (default: gigatoken if its ids are equal)")
@@ -110,6 +117,7 @@ def _run(arguments: Sequence[str]) -> int:
         output_prefix=parsed.output,
         heldout_fraction=parsed.heldout_fraction,
         mask_token_id=parsed.mask_token_id,
+        add_bos=parsed.add_bos,
         keys=keys,
         assistant_loss=parsed.assistant_loss,
         skip_bad=parsed.skip_bad,
@@ -128,6 +136,8 @@ def _run(arguments: Sequence[str]) -> int:
 def _report(result: Result) -> int:
     for prefix, manifest in result.manifests.items():
         print(f"{prefix}: {manifest.num_documents} documents, {manifest.num_tokens} tokens")
+        if manifest.num_without_targets:
+            print(f"{prefix}: {manifest.num_without_targets} documents without a target: they teach nothing", file=sys.stderr)
     manifest = next(iter(result.manifests.values()))
     if not manifest.skipped_counts:
         return 0

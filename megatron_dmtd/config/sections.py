@@ -160,6 +160,9 @@ class DataConfig:
     corpus, in which every document occurs once per epoch."""
     tokenizer: str = setting("", resume=may_change("only copied into exports"))
     """Directory of the Hugging Face tokenizer that made the corpora; copied into exports."""
+    add_bos: Literal["auto", "yes", "no"] = setting("auto", resume=may_change("only carried into exports"))
+    """Whether documents begin with BOS, and prompts of exports will. `auto`: as the manifests of the corpora say; without
+    manifests, as the tokenizer does."""
     seq_length: int = setting(4096, POSITIVE, resume=_ROWS)
     """Slots per row of a batch; a multiple of the cycle length."""
     pad_token_id: int = setting(151643, NOT_NEGATIVE, resume=_ROWS)

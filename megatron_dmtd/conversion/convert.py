@@ -134,6 +134,7 @@ def export_hf(
             specs=specs,
             tensors=tensors(),
             tokenizer_dir=tokenizer_dir,
+            add_bos=source.config.data.add_bos,
             shard_bytes=shard_bytes,
         )
     return HFDirectory(output)

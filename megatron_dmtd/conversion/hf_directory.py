@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 
-from megatron_dmtd.conversion.tokenizer_files import GENERATION_FILE, generation_settings, special_ids, tokenizer_files
+from megatron_dmtd.conversion.tokenizer_files import (
+    GENERATION_FILE,
+    begin_texts,
+    generation_settings,
+    special_ids,
+    tokenizer_files,
+)
+from megatron_dmtd.data.corpora.bos import AddBos
 from megatron_dmtd.errors import ConversionError
 from megatron_dmtd.hf.configuration_dmtd_qwen3 import DMTDQwen3Config
 from megatron_dmtd.hf.remote_code import AUTO_MAP, code_files
@@ -29,6 +36,7 @@ def write_hf_directory(
     specs: Mapping[str, TensorSpec],
     tensors: Iterable[tuple[str, torch.Tensor]],
     tokenizer_dir: str | Path | None = None,
+    add_bos: AddBos = "auto",
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a model directory, completely or not at all.
@@ -39,6 +47,7 @@ def write_hf_directory(
         specs: Every tensor, in order.
         tensors: The tensors, in the same order.
         tokenizer_dir: Folder whose tokenizer and generation settings are copied.
+        add_bos: Whether that tokenizer is to begin texts with BOS; `auto`: as it does.
         shard_bytes: Largest size of a weight file, in bytes; a single larger tensor still gets a file of its own.
 
     Raises:
@@ -54,6 +63,8 @@ def write_hf_directory(
         _write_json(aside / GENERATION_FILE, generation)
         for name, path in (copied | (code_files() if with_code else {})).items():
             shutil.copyfile(path, aside / name)
+        if copied:
+            begin_texts(aside, add_bos)
 
 
 def _stored_type(specs: Mapping[str, TensorSpec]) -> dict[str, str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from megatron_dmtd.config import CycleConfig
-from megatron_dmtd.data.corpora.tokenizer import control_ids, load_tokenizer
+from megatron_dmtd.data.corpora.bos import AddBos, added_ids, bos_of, with_bos
+from megatron_dmtd.data.corpora.tokenizer import MADE_FROM, control_ids, load_tokenizer
 from megatron_dmtd.errors import ConversionError, Refusal
+from megatron_dmtd.infra.digests import sha256_of_file
 from megatron_dmtd.infra.json_files import read_object
 
 GENERATION_FILE = "generation_config.json"
@@ -49,6 +52,38 @@ def generation_settings(tokenizer_dir: str | Path | None) -> dict[str, Any]:
         return {}
     tokenizer = load_tokenizer(tokenizer_dir)
     return {name: getattr(tokenizer, name) for name in _IDS if getattr(tokenizer, name) is not None}
+
+
+def begin_texts(directory: Path, add_bos: AddBos) -> None:
+    """Make the tokenizer in `directory` begin texts as the documents of a training run began, whatever reads it.
+
+    Its files stay as they are if it does so already, or `add_bos` is `auto`. Raises `ConversionError` if it cannot be changed.
+    """
+    if add_bos == "auto":
+        return
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise ConversionError(
+            found=f"no tokenizer.json, for a model whose documents began {'with' if add_bos == 'yes' else 'without'} BOS",
+            required="the tokenizer of its corpora, whose prompts must begin alike",
+            remedy="name that tokenizer's directory (--tokenizer)",
+        )
+    tokenizer = load_tokenizer(directory)
+    bos = bos_of(tokenizer, add_bos)
+    wanted: tuple[list[int], list[int]] = ([] if bos is None else [bos], [])
+    if added_ids(tokenizer.backend_tokenizer.to_str()) == wanted:
+        return
+    settings = read_object(directory / "tokenizer_config.json", _DAMAGED)
+    settings |= {"add_bos_token": bos is not None, "add_eos_token": False, MADE_FROM: sha256_of_file(path)}
+    path.write_text(with_bos(path.read_text(encoding="utf-8"), bos), encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    found = added_ids(load_tokenizer(directory).backend_tokenizer.to_str())
+    if found != wanted:
+        raise ConversionError(
+            found=f"a tokenizer that puts {found[0]} before a text and {found[1]} after it, whatever its files say",
+            required=f"{wanted[0]} before it and nothing after it, as in the corpora of the model",
+            remedy="change the tokenizer, make the corpora again with it, and train on these",
+        )
 
 
 def special_ids(settings: dict[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,8 @@ def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> lis
     Args:
         tokenizer: The model's.
         text: The prompt.
-        add_special_tokens: Put before and after it what the tokenizer puts there; a chat template has done so already.
+        add_special_tokens: Put before it what the tokenizer puts there, BOS or nothing; a chat template has done so already. An
+            end of text that a tokenizer appends is left out: nothing would follow it.
 
     Raises:
         DataError: The text is not Unicode: bytes of another encoding on the command line, say.
@@ -57,6 +58,20 @@ def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> lis
             required="UTF-8",
             remedy="convert the prompt, or read it from a file in UTF-8",
         ) from error
+    ids = _ids(tokenizer, text, add_special_tokens=add_special_tokens)
+    if add_special_tokens and ids and ids[-1] == tokenizer.eos_token_id:
+        ids = ids[: len(ids) - _num_appended(tokenizer)]
+    return ids
+
+
+def _num_appended(tokenizer: Any) -> int:
+    """How many ids the tokenizer puts after a text."""
+    plain, whole = (_ids(tokenizer, "a", add_special_tokens=added) for added in (False, True))
+    begin = next(begin for begin in range(len(whole)) if whole[begin : begin + len(plain)] == plain)
+    return len(whole) - begin - len(plain)
+
+
+def _ids(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
     encoded = tokenizer(
         text, add_special_tokens=add_special_tokens, return_attention_mask=False, return_token_type_ids=False, verbose=False
     )

@@ -29,7 +29,7 @@ from megatron_dmtd.training.health.watchdog import Watchdog, watched
 from megatron_dmtd.training.log import METRICS_FILE, NOT_RESUMED, RunLog, read_metrics
 from megatron_dmtd.training.objectives import LossSums
 from megatron_dmtd.training.progress import Progress
-from megatron_dmtd.training.rows import OpenSources, microbatches, open_corpora
+from megatron_dmtd.training.rows import OpenSources, microbatches, open_corpora, with_bos
 from megatron_dmtd.training.start import build, check, join, locked_folders, resume_directory
 from megatron_dmtd.training.state import RunState
 from megatron_dmtd.training.step import StepResult, advance, evaluate, train_step
@@ -324,6 +324,7 @@ def run_training(
     Raises `DMTDError`s for what the user can fix, and `StopRequested` after a save that one of `signals` asked for.
     """
     rank, world_size = rank_of_environment(), world_size_of_environment()
+    config = with_bos(config)
     check(config, world_size=world_size, open_sources=open_sources)
     watchdog = Watchdog(limit_s=config.training.watchdog_s, rank=rank, world_size=world_size)
     watchdog.start()

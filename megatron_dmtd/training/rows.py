@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core import parallel_state
@@ -18,6 +18,7 @@ from megatron_dmtd.data.batches.blending import BlendedDataset
 from megatron_dmtd.data.batches.dataset import PackedDataset
 from megatron_dmtd.data.batches.loader import batches, prefetched
 from megatron_dmtd.data.batches.rows import RowSource
+from megatron_dmtd.data.corpora.bos import bos_of_corpora
 from megatron_dmtd.data.corpora.verify import check_one_tokenizer, check_tokenizer
 from megatron_dmtd.errors import ConfigError
 from megatron_dmtd.training.objectives import Microbatch, Objective
@@ -39,9 +40,27 @@ OpenSources = Callable[[Config], Sources]
 
 def open_corpora(config: Config) -> Sources:
     """The packed corpora that `data` names. Raises `DataError` or `ConfigError` for those that cannot be used."""
-    data = config.data
+    data = with_bos(config).data
     check_one_tokenizer((*data.train, *data.valid))
     return Sources(train=_training_corpora(config), valid=open_corpus(config, data.valid) if data.valid else None)
+
+
+def with_bos(config: Config) -> Config:
+    """The configuration that says how documents begin, as the manifests of all its corpora do; `auto` if none does.
+
+    Raises `ConfigError` if they do not begin alike, or not as `data.add_bos` says.
+    """
+    data = config.data
+    found = bos_of_corpora((*data.train, *data.valid))
+    if found == "auto":
+        return config
+    if data.add_bos not in ("auto", found):
+        raise ConfigError(
+            found=f"data.add_bos = {data.add_bos}, and corpora made with --add-bos {found}",
+            required="the setting of the corpora",
+            remedy=f"set data.add_bos to {found} or auto, or make the corpora again with --add-bos {data.add_bos}",
+        )
+    return replace(config, data=replace(data, add_bos=found))
 
 
 def _training_corpora(config: Config) -> PackedDataset | BlendedDataset:

@@ -38,6 +38,8 @@ from megatron_dmtd.errors import ConfigError, DataError
 #: limits of the check when a corpus is opened: documents per file, and tokens per document
 _SAMPLED_DOCUMENTS = 64
 _SAMPLED_TOKENS = 4096
+#: loss marks that are read at once
+_SCANNED_MARKS = 1 << 20
 #: increased whenever the same corpus and settings would give a different plan
 _PLAN_VERSION = 1
 
@@ -97,7 +99,24 @@ def _open_marks(file: TokenFile) -> TokenFile | None:
             required=f"the {len(file)} documents and {file.num_tokens} tokens of {file.prefix}",
             remedy="make the files again with tools/preprocess.py",
         )
+    if not _has_target(marks):
+        raise DataError(
+            found=f"{file.prefix}: {len(file)} documents, and not one token that carries loss",
+            required="targets: a run on this corpus would learn nothing, and weight decay would shrink its weights",
+            remedy="check the roles of the chats, or make the files again without --assistant-loss",
+        )
     return marks
+
+
+def _has_target(marks: TokenFile) -> bool:
+    """Whether any token is a target; a document's first token never is. Reads no further than the first."""
+    for begin, end in marks.runs(_SCANNED_MARKS):
+        marks_N = marks.tokens(begin, end).copy()
+        lengths_U = marks.lengths(begin, end)
+        marks_N[np.cumsum(lengths_U) - lengths_U] = 0
+        if bool(marks_N.any()):
+            return True
+    return False
 
 
 def _file_key(prefix: str) -> list[object]:

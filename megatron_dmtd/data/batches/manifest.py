@@ -41,6 +41,13 @@ class Manifest:
     """Ids of the tokenizer: the highest one plus 1."""
     eos_token_id: int
     """Appended to each text, and nowhere else in the file. A chat holds it where its template writes it."""
+    add_bos: str = "no"
+    """`yes`: each document begins with `bos_token_id`. `no`: with its text. `template`: a chat's template decides. Files of
+    versions that did not write this have no BOS."""
+    bos_token_id: int | None = None
+    """None unless `add_bos` is `yes`."""
+    num_without_targets: int = 0
+    """Documents of which no token is a target; only in files with loss marks."""
     pad_token_id: int
     """Id for padding. Not in the file, unless it is EOS."""
     mask_token_id: int

@@ -42,6 +42,8 @@ class EncodingJob:
     chats: bool
     assistant_loss: bool
     """Whether only what the assistant wrote carries loss."""
+    bos: int | None
+    """Put before each text. None: nothing is, as before chats, which begin as their template says."""
     heldout_fraction: float
     dtype: type[np.integer]
     """Type of the ids in the file."""
@@ -56,6 +58,16 @@ class SplitTokens:
     loss_N: npt.NDArray[np.uint8] | None = None
     """1 where the token is a target, 0 elsewhere. None: all are."""
     max_token_id: int = 0
+
+    @property
+    def num_without_targets(self) -> int:
+        """Documents of which no token is a target. A document's first token never is: nothing precedes it."""
+        if self.loss_N is None or not self.lengths_U.size:
+            return 0
+        begins_U = np.concatenate([[0], np.cumsum(self.lengths_U)[:-1]])
+        targets_N = self.loss_N.astype(np.int64)
+        targets_N[begins_U] = 0
+        return int((np.add.reduceat(targets_N, begins_U) == 0).sum())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,14 +184,24 @@ class BlockEncoder:
         refused_U: npt.NDArray[np.bool_],
     ) -> dict[Split, SplitTokens]:
         if not self._job.chats:  # each text ends with EOS
-            tokens_N = np.insert(tokens_N, np.cumsum(lengths_U), np.int32(self._job.control.eos))
-            lengths_U = lengths_U + 1
+            ends_U = np.cumsum(lengths_U)
+            tokens_N, lengths_U = self._framed(tokens_N, ends_U - lengths_U, ends_U), lengths_U + 1 + (self._job.bos is not None)
         if self._job.heldout_fraction == 0:
             chosen: dict[Split, npt.NDArray[np.bool_]] = {"all": ~refused_U}
         else:
             heldout_U = np.array([is_heldout(text.name, self._job.heldout_fraction) for text in texts], dtype=bool)
             chosen = {"train": ~heldout_U & ~refused_U, "heldout": heldout_U & ~refused_U}
         return {split: self._select(chosen_U, tokens_N, lengths_U, loss_N) for split, chosen_U in chosen.items()}
+
+    def _framed(
+        self, tokens_N: npt.NDArray[np.int32], begins_U: npt.NDArray[np.int64], ends_U: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int32]:
+        """The ids with EOS after each text and, where documents have it, BOS before."""
+        if self._job.bos is None:
+            return np.insert(tokens_N, ends_U, np.int32(self._job.control.eos))
+        places = np.stack([begins_U, ends_U], axis=1).reshape(-1)  # where one text ends and the next begins, EOS comes first
+        values = np.tile(np.array([self._job.bos, self._job.control.eos], dtype=np.int32), len(begins_U))
+        return np.insert(tokens_N, places, values)
 
     def _select(
         self,

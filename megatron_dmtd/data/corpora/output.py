@@ -53,6 +53,7 @@ class SplitCounts:
     num_documents: int = 0
     num_tokens: int = 0
     max_token_id: int = 0
+    num_without_targets: int = 0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -152,6 +153,7 @@ class _SplitFiles:
         self.counts.num_documents += part.lengths_U.size
         self.counts.num_tokens += part.tokens_N.size
         self.counts.max_token_id = max(self.counts.max_token_id, part.max_token_id)
+        self.counts.num_without_targets += part.num_without_targets
 
 
 def partial_folder(output_prefix: str) -> Path:

@@ -19,6 +19,7 @@ import numpy as np
 from megatron_dmtd.chats.template import ChatTemplates
 from megatron_dmtd.data.batches.manifest import Manifest, dump_manifest, read_manifest
 from megatron_dmtd.data.batches.token_file import token_dtype
+from megatron_dmtd.data.corpora.bos import AddBos, bos_of
 from megatron_dmtd.data.corpora.documents import RecordKeys, Split, check_fraction
 from megatron_dmtd.data.corpora.encoding import BlockEncoder, BlockTokens, EncodingJob, sample_texts
 from megatron_dmtd.data.corpora.fast_encoder import Choice, EncoderName, check_equal, choose_encoder
@@ -54,6 +55,8 @@ class PreprocessOptions:
     """Share of the documents to hold out, at least 0 and less than 1. Above 0 there are two files, `-train` and `-heldout`."""
     mask_token_id: int | None = None
     """The MASK id that the model will use. None: the tokenizer's."""
+    add_bos: AddBos = "auto"
+    """Whether BOS begins each text. `auto`: as the tokenizer does. Chats begin as their template says."""
     keys: RecordKeys = field(default_factory=RecordKeys)
     """Which field of a record is read, and whether it is a chat."""
     assistant_loss: bool = False
@@ -120,7 +123,8 @@ def preprocess(inputs: Sequence[Input], options: PreprocessOptions, *, say: Call
     vocab_size = vocabulary_size(text, control)
     dtype = _dtype(options.dtype, vocab_size)
     shard = make_shard(inputs, index=options.shard[0], count=options.shard[1])
-    header = _header(inputs, shard, options, control, dtype)
+    bos = None if chats else bos_of(tokenizer, options.add_bos)
+    header = _header(inputs, shard, options, control, dtype, bos)
     _check_outputs(options, header)
     with PartialOutput(
         options.partial_prefix(),
@@ -139,6 +143,8 @@ def preprocess(inputs: Sequence[Input], options: PreprocessOptions, *, say: Call
             reference = TextEncoder(text, chats=chats)
             choice = _choose(inputs, options, text, renderer, reference)
             say(f"tokenising with {choice.name}: {choice.reason}")
+            if not chats:
+                say(f"each document begins with BOS, id {bos}" if bos is not None else "documents begin without BOS")
             job = EncodingJob(
                 tokenizer_dir=options.tokenizer_dir,
                 tokenizer_json=text,
@@ -148,6 +154,7 @@ def preprocess(inputs: Sequence[Input], options: PreprocessOptions, *, say: Call
                 vocab_size=vocab_size,
                 chats=chats,
                 assistant_loss=options.assistant_loss,
+                bos=bos,
                 heldout_fraction=options.heldout_fraction,
                 dtype=dtype,
             )
@@ -196,7 +203,12 @@ def _dtype(name: str, vocab_size: int) -> type[np.integer]:
 
 
 def _header(
-    inputs: Sequence[Input], shard: Shard, options: PreprocessOptions, control: ControlIds, dtype: type[np.integer]
+    inputs: Sequence[Input],
+    shard: Shard,
+    options: PreprocessOptions,
+    control: ControlIds,
+    dtype: type[np.integer],
+    bos: int | None,
 ) -> dict[str, Any]:
     """Everything that determines the result, by a name for messages; not `skip_bad`, with which a refused run may be resumed."""
     return {
@@ -204,6 +216,7 @@ def _header(
         "key": [options.keys.text, options.keys.messages],
         "tokenizer": tokenizer_sha256(options.tokenizer_dir),
         "mask id": control.mask,
+        **({} if bos is None else {"BOS": bos}),  # absent without, as in runs that an older version began
         "held-out fraction": options.heldout_fraction,
         "loss": options.assistant_loss,
         "type": np.dtype(dtype).name,
@@ -350,7 +363,15 @@ class _Progress:
 
 def _check_counts(output: PartialOutput) -> None:
     for split in output.outputs:
-        if output.state.splits[split].num_documents == 0:
+        counts = output.state.splits[split]
+        if counts.num_documents and counts.num_without_targets == counts.num_documents:
+            output.discard()
+            raise DataError(
+                found=f"{counts.num_documents} chats without a word of the assistant's, all of the split {split!r}",
+                required="at least one token that carries loss in each token file",
+                remedy="check the roles of the turns, or leave out --assistant-loss",
+            )
+        if counts.num_documents == 0:
             skipped = sum(output.state.skipped_counts.values())
             output.discard()  # no later run can make more of it
             raise DataError(
@@ -376,6 +397,9 @@ def _manifest(
         eos_token_id=job.control.eos,
         pad_token_id=job.control.pad,
         mask_token_id=job.control.mask,
+        add_bos="template" if job.chats else "no" if job.bos is None else "yes",
+        bos_token_id=job.bos,
+        num_without_targets=counts.num_without_targets,
         tokenizer_sha256=tokenizer_sha256(options.tokenizer_dir),
         source="; ".join(one.description for one in inputs),
         split=split,

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from megatron_dmtd.errors import DataError
+from megatron_dmtd.errors import DataError, Refusal
 from megatron_dmtd.infra.digests import sha256_of_file
 from megatron_dmtd.infra.files import write_atomically
+from megatron_dmtd.infra.json_files import read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -43,7 +44,12 @@ class ControlIds:
     """A token not yet known. May lie beyond the tokenizer's own ids."""
 
 
+#: key of tokenizer_config.json: digest of the tokenizer.json from which an export's was made by changing what begins texts
+MADE_FROM = "dmtd_made_from_sha256"
 _REQUIRED = "a folder with a Hugging Face fast tokenizer (tokenizer.json, tokenizer_config.json)"
+
+
+_DAMAGED = Refusal(DataError, required="a JSON object", remedy="copy the folder again")
 
 
 def _tokenizer_file(directory: str | Path) -> Path:
@@ -86,8 +92,14 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
 
 
 def tokenizer_sha256(directory: str | Path) -> str:
-    """Digest of the folder's `tokenizer.json`, which a corpus's manifest records. Raises `DataError` if there is no such file."""
-    return sha256_of_file(_tokenizer_file(directory))
+    """Digest of the folder's `tokenizer.json`, which a corpus's manifest records. Raises `DataError` if there is no such file.
+
+    An export whose tokenizer had to learn how to begin texts has that of the file that it was made from.
+    """
+    file = _tokenizer_file(directory)
+    settings = file.with_name("tokenizer_config.json")
+    made_from = read_object(settings, _DAMAGED).get(MADE_FROM) if settings.is_file() else None
+    return str(made_from) if made_from else sha256_of_file(file)
 
 
 def control_ids(tokenizer: PreTrainedTokenizerFast, *, mask_token_id: int | None = None) -> ControlIds:

@@ -39,6 +39,7 @@ def job(folder):
             "vocab_size": vocabulary_size(text, control),
             "chats": chats,
             "assistant_loss": False,
+            "bos": None,
             "heldout_fraction": 0.0,
             "dtype": np.uint16,
         }
