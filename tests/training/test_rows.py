@@ -13,9 +13,9 @@ from megatron_dmtd.config import Config
 from megatron_dmtd.data.batches.blending import BlendedDataset
 from megatron_dmtd.data.batches.dataset import PackedDataset
 from megatron_dmtd.data.corpora.tokenizer import tokenizer_sha256, train_bpe
-from megatron_dmtd.errors import DataError
+from megatron_dmtd.errors import ConfigError, DataError
 from megatron_dmtd.training import start
-from megatron_dmtd.training.rows import open_corpora
+from megatron_dmtd.training.rows import open_corpora, with_bos
 from tests.support.jobs import lines_of, run_job
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_config, with_settings, write_corpus
@@ -61,6 +61,22 @@ def test_a_corpus_of_another_tokenizer_is_refused_before_training(corpora: tuple
     path.write_text(json.dumps({**manifest, "tokenizer_sha256": "ab"}))
     with pytest.raises(DataError, match="the tokenizer that made"):
         start.check(config, world_size=1)
+
+
+def test_corpora_that_begin_documents_differently_are_refused_and_the_answer_is_kept(corpora: tuple[str, str]) -> None:
+    manifest = {"num_documents": 20, "num_tokens": 1, "dtype": "uint16", "max_token_id": 98, "vocab_size": 100}
+    manifest |= {"eos_token_id": 0, "pad_token_id": 0, "mask_token_id": 99, "source": "", "split": "all", "heldout_fraction": 0.0}
+    manifest |= {"tokenizer_sha256": ""}
+    first, second = (Path(prefix + ".json") for prefix in corpora)
+    first.write_text(json.dumps({**manifest, "add_bos": "yes", "bos_token_id": 5}))
+    assert with_bos(_config(corpora)).data.add_bos == "yes", "the second has no manifest"
+    assert with_bos(_config(corpora[1:])).data.add_bos == "auto"
+    with pytest.raises(ConfigError, match=r"data\.add_bos = no, and corpora made with --add-bos yes"):
+        start.check(_config(corpora, add_bos="no"), world_size=1)
+    second.write_text(json.dumps(manifest))
+    for config in (_config(corpora), _config(corpora[:1], valid=corpora[1:])):
+        with pytest.raises(ConfigError, match=r"with BOS 5 before each document; .* without BOS"):
+            start.check(config, world_size=1)
 
 
 def test_a_mask_that_is_an_ordinary_token_is_refused_before_training(corpora: tuple[str, str], tmp_path: Path) -> None:

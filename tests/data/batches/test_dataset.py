@@ -164,6 +164,16 @@ def test_marks_decide_which_targets_carry_loss(write_tokens):
     assert row.labels_N[:3].tolist() == [2, 3, 4]  # the others are predicted all the same, without loss
 
 
+@pytest.mark.parametrize("marks", [[[0, 0, 0, 0], [0, 0]], [[1, 0, 0, 0], [1, 0]]])
+def test_a_corpus_without_a_marked_target_is_refused(write_tokens, marks):
+    """The first token of a document is no target, marked or not."""
+    prefix = with_marks(write_tokens, marks)
+    with pytest.raises(DataError, match="2 documents, and not one token that carries loss"):
+        open_dataset(prefix)
+    write_tokens([marks[0], [0, 1]], name="corpus.loss", dtype=np.uint8)
+    open_dataset(prefix)
+
+
 @pytest.mark.parametrize("marks", [[[1, 0, 1, 1]], [[1, 0, 1, 1], [0]]])
 def test_marks_of_another_corpus_are_refused(write_tokens, marks):
     with pytest.raises(DataError, match="loss marks for"):

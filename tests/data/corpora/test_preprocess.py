@@ -222,6 +222,17 @@ def test_chats_are_the_ids_of_the_tokenizers_own_template(tmp_path, options, tok
     assert 0 in documents[0]  # EOS inside a document is a token like others
 
 
+def test_chats_without_a_target_are_counted_and_a_corpus_of_them_is_refused(tmp_path, options):
+    inputs, keys = chats_of(tmp_path, [CHAT, CHAT[:1], CHAT[:1]])
+    marked = options(keys=keys, assistant_loss=True)
+    (manifest,) = preprocess(inputs, marked).manifests.values()
+    assert (manifest.num_documents, manifest.num_without_targets) == (3, 2)
+    inputs, keys = chats_of(tmp_path, [CHAT[:1], CHAT[:1]])
+    with pytest.raises(DataError, match="2 chats without a word of the assistant's"):
+        preprocess(inputs, options(keys=keys, assistant_loss=True, output_prefix=str(tmp_path / "none" / "c")))
+    assert not list((tmp_path / "none").iterdir())
+
+
 def test_loss_on_assistant_turns_reaches_the_rows(tmp_path, options, tokenizer_dir):
     inputs, keys = chats_of(tmp_path, [CHAT])
     marked = options(keys=keys, assistant_loss=True)

@@ -225,6 +225,7 @@ SAME_BITS: dict[str, dict[str, dict[str, Any]]] = {
     "data.train": {},
     "data.valid": {},
     "data.tokenizer": {"data": {"tokenizer": "elsewhere"}},
+    "data.add_bos": {"data": {"add_bos": "no"}},
     "data.cache_dir": {},
     "data.prefetch_batches": {"data": {"prefetch_batches": 0}},
     "training.seed": {"training": {"seed": 7}},
