@@ -21,6 +21,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_dmtd.cycle import Method
+from megatron_dmtd.inference.cache_ops.views import EditedChunk, Moves, View
+
+#: In `Rows.view`: the pages of the chunk's slot.
+OWN_PAGES = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,8 @@ class Chunk:
     start: int
     """Tokens already taken."""
     stop: int
+    edited: EditedChunk | None = None
+    """How it is computed, for a request with cache operations."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.start < self.stop <= len(self.tokens), (self.start, self.stop, len(self.tokens))
@@ -67,6 +73,9 @@ class Rows:
     local_begin: list[int] = field(default_factory=list)
     local_end: list[int] = field(default_factory=list)
     """The row also sees rows `[local_begin, local_end)` of this pass, which are neighbours in position, too."""
+    view: list[int] = field(default_factory=list)
+    """Index of the view (`StepPlan.views`) that the row stores to and reads from; there, what a row sees is given as positions,
+    whatever their entries. `OWN_PAGES` for a plain request."""
 
     def __len__(self) -> int:
         return len(self.position)
@@ -91,6 +100,7 @@ class Rows:
         self.entry_end.append(entry_end)
         self.local_begin.append(local[0])
         self.local_end.append(local[1])
+        self.view.append(OWN_PAGES)
 
     def reads(self, window: int | None) -> Reads:
         """What visits with this window read: of what a row sees, only positions above its own minus `window`."""
@@ -128,12 +138,19 @@ class StepPlan:
     """For each sequential row the output that is added to its embedding, or -1: the kept one at its phase (after `kept`)."""
     last_rows: list[int] = field(default_factory=list)
     """For each chunk its last sequential row."""
+    views: list[View] = field(default_factory=list)
+    """Of requests with cache operations."""
+    moves: list[Moves] = field(default_factory=list)
+    """Copies that such requests need, in all groups."""
 
 
 def plan_step(method: Method, chunks: Sequence[Chunk]) -> StepPlan:
     """Plan one step. The store holds what a request of `start` tokens has (`KVGroup.num_entries`)."""
     plan = StepPlan(chunks)
     for index, chunk in enumerate(chunks):
+        if chunk.edited is not None:
+            add_edited(plan, method, index, chunk, chunk.edited)
+            continue
         assert chunk.stop <= method.furthest_stop(chunk.start, chunk.stop), (chunk.start, chunk.stop)
         first_block = method.complete_length(chunk.start)
         first_output = len(plan.outputs)
@@ -171,4 +188,48 @@ def _add_sequential(plan: StepPlan, method: Method, index: int, chunk: Chunk, fi
         plan.sequential.add(index, position, chunk.tokens[position], phase=phase, is_stored=True, entry_end=position + 1)
         is_of_earlier_block = first_block <= position < last_block and first_output < len(plan.outputs)
         plan.from_output.append(first_output + position - first_block if is_of_earlier_block else -1)
+    plan.last_rows.append(len(plan.sequential) - 1)
+
+
+def add_edited(plan: StepPlan, method: Method, index: int, chunk: Chunk, edited: EditedChunk) -> None:
+    """The rows of a request with cache operations. They see positions of a view, the same as those of a plain request; only where
+    a cycle is stored is another matter.
+    """
+    tokens, birth = chunk.tokens, edited.birth
+    outputs: dict[int, int] = {}  # by the head of the block
+    plan.moves += edited.moves
+    for part in edited.parts:
+        number = len(plan.views)
+        plan.views.append(part.view)
+
+        def add(rows: Rows, head: int, offset: int, token_id: int, *, is_stored: bool, end: int, part=part, number=number) -> None:
+            pages, first = edited.places[head]
+            rows.add(index, int(birth[head]) + offset, token_id, phase=offset, is_stored=False, entry_end=end)
+            rows.view[-1] = number
+            if is_stored:
+                rows.entry[-1] = part.view.entry(pages, first + offset)
+
+        rows = plan.parallel
+        for head in part.refreshed:
+            for offset in range(method.cycle_length):
+                end = int(birth[head]) + offset + 1
+                add(rows, head, offset, tokens[head + offset], is_stored=True, end=end)
+        for head in part.blocks:
+            begin, first = len(rows), int(birth[head])
+            outputs[head] = len(plan.outputs)
+            for offset in range(method.cycle_length):
+                seen = method.cycle_length if method.is_bidirectional else offset + 1
+                plan.outputs.append(len(rows))
+                token_id = tokens[head] if offset == 0 else method.mask_token_id
+                end = first if method.refreshes else first + seen
+                add(rows, head, offset, token_id, is_stored=not method.refreshes, end=end)
+                if method.refreshes:
+                    rows.local_begin[-1], rows.local_end[-1] = begin, begin + seen
+        for token in part.tokens:
+            head = method.cycle_start(token)
+            offset = token - head
+            add(plan.sequential, head, offset, tokens[token], is_stored=True, end=int(birth[head]) + offset + 1)
+            plan.from_output.append(outputs[head] + offset if head in outputs else -1)
+    if outputs:
+        plan.kept.append(Kept(chunk.slot, outputs[max(outputs)]))
     plan.last_rows.append(len(plan.sequential) - 1)
