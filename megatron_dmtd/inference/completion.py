@@ -36,6 +36,7 @@ def completed(request: Request, reason: FinishReason) -> Completion:
         logprobs=tuple(request.logprobs),
         prompt_logprobs=tuple(request.prompt_logprobs),
         weights_versions=tuple(request.weights_versions),
+        usage=request.usage,
     )
 
 

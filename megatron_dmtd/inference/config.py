@@ -30,6 +30,8 @@ class EngineConfig:
     """Align the cycle heads of all requests, so that parallel layers run once per cycle for all of them."""
     prefix_caching: bool = True
     """Keep pages of finished requests for later ones with the same beginning."""
+    drop_aware_eviction: bool = True
+    """Evict first what the cache operations of all running requests have dropped; False, for comparison: it goes last."""
     kernels: Literal["auto", "native", "torch"] = "auto"
     """"native": compiled C for steps of few rows (fp32 on a CPU); "torch": torch alone; "auto": native where it can be."""
     cuda_graphs: Literal["auto", "on", "off", "shapes"] = "auto"

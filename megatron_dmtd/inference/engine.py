@@ -20,8 +20,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_dmtd.errors import ConfigError, DataError, DMTDError
-from megatron_dmtd.inference.admission import check_length_cap, check_params, checked_prompt, token_ids_of
+from megatron_dmtd.inference.admission import check_length_cap, check_params, checked_ids, checked_prompt, token_ids_of
 from megatron_dmtd.inference.assembly import make_store, native_refusal, step_mode
+from megatron_dmtd.inference.cache_ops.admission import edited_sequence, evicted, timeline_of
+from megatron_dmtd.inference.cache_ops.pages import StorePages
+from megatron_dmtd.inference.cache_ops.program import CacheState
+from megatron_dmtd.inference.cache_ops.tree import CacheTree
 from megatron_dmtd.inference.completion import refused
 from megatron_dmtd.inference.config import EngineConfig, checked_config
 from megatron_dmtd.inference.detokenizer import Detokenizer, TokenDecoder
@@ -77,6 +81,7 @@ class Engine:
         mode = step_mode(config, model.device)
         self.store, self.max_length = make_store(model, config, num_scratch_pages=num_scratch_pages(mode, config.max_batch))
         self.prefix_index = PrefixIndex(self.store) if config.prefix_caching else None
+        self.tree = CacheTree(StorePages(self.store), drop_aware=config.drop_aware_eviction) if config.prefix_caching else None
         self.kernel_note = native_refusal(model, config)
         """Why native kernels are not used; empty if they are."""
         self.runner = Runner(
@@ -93,6 +98,7 @@ class Engine:
             chunk_tokens=config.chunk_tokens,
             align_heads=config.align_heads,
             prefix_index=self.prefix_index,
+            tree=self.tree,
         )
         self._loop = StepLoop(self.scheduler, self.runner)
         self._undelivered: list[Event] = []
@@ -117,16 +123,35 @@ class Engine:
 
     # Requests that come and go.
 
-    def submit(self, prompt_ids: Ids[int], *, max_new_tokens: int, params: SamplingParams = SamplingParams()) -> int:  # noqa: B008
+    def submit(
+        self,
+        prompt_ids: Ids[int],
+        *,
+        max_new_tokens: int,
+        params: SamplingParams = SamplingParams(),  # noqa: B008
+        cache: object = None,
+    ) -> int:
         """Queue a prompt. Returns its id.
 
+        Args:
+            prompt_ids: Token ids.
+            max_new_tokens: Length cap of the output.
+            params: How tokens are chosen.
+            cache: A list of cache operations in JSON form (docs/cache_operations.md), or None.
+
         Raises:
-            DataError: The prompt is empty, too long, or has ids outside the vocabulary.
+            DataError: The prompt is empty, too long, or has ids outside the vocabulary, or a cache operation is wrong.
             ConfigError: A parameter is impossible.
         """
         check_params(params, self.model.schedule.decoder.vocab_size)
         check_length_cap(max_new_tokens, params)
-        prompt = self.check_prompt(prompt_ids, max_new_tokens)
+        prompt = self.check_prompt(prompt_ids, max_new_tokens) if cache is None else self._checked_ids(prompt_ids)
+        sequences = [
+            Sequence(tokens=list(prompt), reuses_prefix=params.prompt_logprobs is None or sample > 0)
+            for sample in range(params.n)
+        ]
+        if cache is not None:
+            self._add_operations(sequences, max_new_tokens, cache)
         stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self.model.stop_token_ids)))
         decoder = self.token_decoder if params.stop or params.detokenize else None
         request_id = self._take_id()
@@ -137,15 +162,32 @@ class Engine:
                 prompt_length=len(prompt),
                 max_new_tokens=max_new_tokens,
                 params=params,
-                sequence=Sequence(tokens=list(prompt), reuses_prefix=params.prompt_logprobs is None or sample > 0),
+                sequence=sequence,
                 stop_ids=stop_ids,
                 text=Detokenizer(decoder, prompt, params.stop) if decoder is not None else None,
             )
-            for sample in range(params.n)
+            for sample, sequence in enumerate(sequences)
         ]
         for request in requests:
             self._loop.add(request)
         return request_id
+
+    def _checked_ids(self, prompt_ids: object) -> list[int]:
+        return checked_ids(prompt_ids, self.model.schedule.decoder.vocab_size)
+
+    def _add_operations(self, sequences: Ids[Sequence], max_new_tokens: int, cache: object) -> None:
+        """Give the samples of a request their cache operations."""
+        timeline = timeline_of(cache, len(sequences[0].tokens), max_new_tokens, self.method)
+        for sequence in sequences:
+            sequence.edited = edited_sequence(
+                timeline,
+                sequence.tokens,
+                max_new_tokens,
+                store=self.store,
+                tree=self.tree,
+                max_length=self.max_length,
+                computes_all=not sequence.reuses_prefix,
+            )
 
     def check_prompt(self, prompt_ids: Ids[int], max_new_tokens: int) -> list[int]:
         """The prompt as a list. Raises `DataError` if it is no list of ids, empty, or too long, or has unknown ids."""
@@ -230,6 +272,7 @@ class Engine:
         *,
         max_new_tokens: int,
         params: SamplingParams | Ids[SamplingParams] = SamplingParams(),  # noqa: B008
+        cache: Iterable[object] | None = None,
     ) -> list[Completion]:
         """Serve a list of prompts, each a list of token ids.
 
@@ -237,6 +280,7 @@ class Engine:
             prompts: Token ids of each prompt.
             max_new_tokens: Length cap of each output.
             params: For all of them, or one for each.
+            cache: Cache operations of each prompt, see `submit`; None for some prompts, or for all.
 
         Returns:
             Completions in the order of the prompts, n for each. A prompt that cannot be served has one, with
@@ -250,11 +294,19 @@ class Engine:
                 required="one for all, or one for each",
                 remedy="pass as many as there are prompts",
             )
+        programs = [None] * len(texts) if cache is None else list(cache) if isinstance(cache, Iterable) else [cache]
+        if len(programs) != len(texts):
+            raise ConfigError(
+                found=f"cache operations for {len(programs)} prompts, and {len(texts)} prompts",
+                required="for each prompt a list of operations or None",
+                remedy="pass as many as there are prompts",
+            )
         done: dict[tuple[int, int], Completion] = {}
         order: list[tuple[int, int]] = []
-        for prompt, own in zip(texts, all_params):
+        for prompt, own, program in zip(texts, all_params, programs):
             try:
-                request_id, num_samples = self.submit(prompt, max_new_tokens=max_new_tokens, params=own), own.n
+                request_id = self.submit(prompt, max_new_tokens=max_new_tokens, params=own, cache=program)
+                num_samples = own.n
             except DMTDError as refusal:
                 request_id, num_samples = self._take_id(), 1
                 done[request_id, 0] = refused(request_id, _shown(prompt), refusal)
@@ -270,9 +322,47 @@ class Engine:
         *,
         max_new_tokens: int,
         params: SamplingParams = SamplingParams(),  # noqa: B008
+        cache: object = None,
     ) -> Iterator[Event]:
         """The tokens of one request as they come. Leaving the loop early cancels it. Raises as `submit`."""
-        return self._serve({self.submit(prompt_ids, max_new_tokens=max_new_tokens, params=params)})
+        return self._serve({self.submit(prompt_ids, max_new_tokens=max_new_tokens, params=params, cache=cache)})
+
+    def score(self, token_ids: Ids[int], *, cache: object = None) -> list[float]:
+        """Log probability of each token of a text but its first: entry i is that of token i + 1, predicted at position i.
+
+        Args:
+            token_ids: The text.
+            cache: Cache operations, see `submit`; the tokens after one are predicted from what it leaves.
+
+        Raises:
+            DataError: The text is empty, too long, or has ids outside the vocabulary, or a cache operation is wrong.
+        """
+        (event,) = self.stream(token_ids, max_new_tokens=0, params=SamplingParams(prompt_logprobs=0), cache=cache)
+        assert event.completion is not None
+        return [choice.logprob for choice in event.completion.prompt_logprobs if choice.logprob is not None]
+
+    # What cache operations do.
+
+    def cache_state(self, token_ids: Ids[int], *, cache: object = None) -> CacheState:
+        """What is active after a text and the operations up to its end; with cycles, those whose cycle head is reached.
+
+        Computes nothing. Raises as `submit`.
+        """
+        tokens = self._checked_ids(token_ids)
+        return timeline_of([] if cache is None else cache, len(tokens), 0, self.method).state(len(tokens))
+
+    def evict(self, token_ids: Ids[int], raw_indices: Iterable[int], *, cache: object = None) -> int:
+        """Forget the K and V of some raw tokens of a text that was served with these operations; their path stays. For tests.
+
+        Returns:
+            How many of them were cached.
+
+        Raises:
+            DataError: As `submit`, or an index is not one of the text.
+        """
+        tokens = self._checked_ids(token_ids)
+        timeline = timeline_of([] if cache is None else cache, len(tokens), 0, self.method)
+        return evicted(self.tree, timeline, tokens, raw_indices)
 
     def _serve(self, request_ids: set[int]) -> Iterator[Event]:
         """Events of some requests until they are finished; those of others are kept for the next `step`."""

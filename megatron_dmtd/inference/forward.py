@@ -51,8 +51,8 @@ class Forward:
         return ops.head(ops.norm(hidden_FX, self.model.final_norm), self.model.head)
 
     def ops(self, run: RowsInLayers) -> Ops:
-        """The arithmetic for `run`: in C if enabled, for passes that are not static."""
-        if self.native is not None and isinstance(run, Pass):
+        """The arithmetic for `run`: in C if enabled, for passes that are neither static nor of requests with cache operations."""
+        if self.native is not None and isinstance(run, Pass) and run.views is None:
             return NativeOps(self.native, run)
         return TorchOps(run)
 
@@ -82,6 +82,8 @@ def _through(ops: Ops, visits: Sequence[LayerVisit], hidden_RX: torch.Tensor, ru
         weights, final_only = visit.weights, run.ends_early and visit is visits[-1]
         qkv = ops.linear(ops.norm(hidden_RX, weights.attention_norm), weights.qkv)
         qkv = ops.rotate_and_store(qkv, visit)
+        if run.views is not None:
+            run.views.copy_moved(visit)
         if final_only:
             hidden_RX = hidden_RX[run.final_R]
             if not run.final:

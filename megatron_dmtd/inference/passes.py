@@ -18,8 +18,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megatron_dmtd.architecture import KVGroup
+from megatron_dmtd.inference.cache_ops.passes import PassViews
 from megatron_dmtd.inference.kv.device_tables import DeviceTable
-from megatron_dmtd.inference.planner import Reads, Rows
+from megatron_dmtd.inference.planner import OWN_PAGES, Reads, Rows
 
 
 class Stored(NamedTuple):
@@ -86,6 +87,10 @@ class RowsInLayers(Protocol):
     def ends_early(self) -> bool:
         """Whether some rows do not leave the last visit."""
 
+    @property
+    def views(self) -> PassViews | None:
+        """What requests with cache operations read and copy; None without any."""
+
     def addresses(self, group: str) -> Addresses:
         """Addresses in one of the K/V groups that the pass writes."""
 
@@ -134,6 +139,8 @@ class Pass:
     """See `RowsInLayers`."""
     groups: GroupColumns
     page_size: int
+    views: PassViews | None = None
+    """See `RowsInLayers`."""
     numbers: torch.Tensor = field(init=False)
     """Columns `[number of columns, R]`."""
 
@@ -192,8 +199,13 @@ class Pass:
 
     @cached_property
     def chunk_runs(self) -> list[tuple[int, int]]:
-        """The rows of each chunk, as half-open ranges."""
-        return runs_of(self.rows.chunk)
+        """The rows of each chunk, of each of its views, as half-open ranges."""
+        return runs_of(self.row_kinds)
+
+    @cached_property
+    def row_kinds(self) -> Sequence[object]:
+        """Rows with the same kind read the same pages."""
+        return self.rows.chunk if self.views is None else list(zip(self.rows.chunk, self.rows.view))
 
     # For native kernels.
 
@@ -233,12 +245,13 @@ class Pass:
         return self._members(self.final)
 
     def _members(self, queries: Sequence[int]) -> list[_Members]:
-        chunk_rows = {self.rows.chunk[start]: range(start, stop) for start, stop in self.chunk_runs}
-        by_shape: dict[tuple[int, int], _Members] = {}
-        for start, stop in runs_of([self.rows.chunk[row] for row in queries]):
+        kinds = self.row_kinds
+        chunk_rows = {kinds[start]: range(start, stop) for start, stop in self.chunk_runs}
+        by_shape: dict[tuple[int, int, bool], _Members] = {}
+        for start, stop in runs_of([kinds[row] for row in queries]):
             own = list(queries[start:stop])
-            rows = chunk_rows[self.rows.chunk[own[0]]]
-            by_shape.setdefault((len(own), len(rows)), []).append((own, rows))
+            rows = chunk_rows[kinds[own[0]]]
+            by_shape.setdefault((len(own), len(rows), self.rows.view[own[0]] == OWN_PAGES), []).append((own, rows))
         return list(by_shape.values())
 
 
@@ -246,7 +259,7 @@ class GroupAddresses:
     """What the rows of a pass store and read in one group."""
 
     def __init__(self, run: Pass, group: str) -> None:
-        self._run, self._window = run, run.groups.window[group]
+        self._run, self._group, self._window = run, group, run.groups.window[group]
         self.table, self.first_column = run.groups.table[group], run.groups.first_column[group]
         self._batches: dict[bool, list[AttentionBatch]] = {}
 
@@ -266,7 +279,11 @@ class GroupAddresses:
         run = self._run
         row = (run.entry_R >= 0).nonzero()[:, 0]
         entry = run.entry_R[row]
-        page = self.table.page_SP[run.slot_R[row], torch.div(entry, run.page_size, rounding_mode="floor")]
+        number = torch.div(entry, run.page_size, rounding_mode="floor")
+        if run.views is None:
+            page = self.table.page_SP[run.slot_R[row], number]
+        else:
+            page = run.views.pages(self._group, self.table.page_SP)[run.views.table_R[row], number]
         return Stored(row, page, entry.remainder(run.page_size))
 
     def batches(self, *, final_only: bool) -> list[AttentionBatch]:
@@ -280,19 +297,27 @@ class GroupAddresses:
         run, reads, device = self._run, self._run.rows.reads(self._window), self._run.numbers.device
         query_BQ = torch.tensor([own for own, _ in members], device=device)
         local_BN = torch.tensor([list(rows) for _, rows in members], device=device)
-        first_pages = [min(reads.entry_begin[row] for row in own) // run.page_size for own, _ in members]
-        ends = [-(-max(reads.entry_end[row] for row in own) // run.page_size) for own, _ in members]
-        num_pages = max(end - first for end, first in zip(ends, first_pages))
         columns = run.numbers[self.first_column : self.first_column + len(Reads._fields)]
         entry_begin, entry_end, local_begin, local_end = (column[query_BQ][..., None] for column in columns)
-        first_B = torch.tensor(first_pages, device=device)
-        page_BP, entry_BK = pages_from(self.table.page_SP[run.slot_R[query_BQ[:, 0]]], first_B, num_pages, run.page_size)
+        if run.views is not None and run.rows.view[members[0][0][0]] != OWN_PAGES:
+            page_BP, entry_BK = run.views.read(self._group, [run.rows.view[own[0]] for own, _ in members])
+        else:
+            page_BP, entry_BK = self._own_pages(members, query_BQ, reads)
         mask_BQK = (entry_BK[:, None] >= entry_begin) & (entry_BK[:, None] < entry_end)
         has_local = any(reads.local_end[row] > 0 for own, _ in members for row in own)
         if has_local:
             local_BQN = (local_BN[:, None] >= local_begin) & (local_BN[:, None] < local_end)
             mask_BQK = torch.cat([mask_BQK, local_BQN], dim=-1)
         return AttentionBatch(query_BQ, local_BN if has_local else None, page_BP, mask_BQK)
+
+    def _own_pages(self, members: _Members, query_BQ: torch.Tensor, reads: Reads) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pages `[B, P]` of plain requests, and the entries `[B, K]` that they hold."""
+        run, device = self._run, self._run.numbers.device
+        first_pages = [min(reads.entry_begin[row] for row in own) // run.page_size for own, _ in members]
+        ends = [-(-max(reads.entry_end[row] for row in own) // run.page_size) for own, _ in members]
+        num_pages = max(end - first for end, first in zip(ends, first_pages))
+        first_B = torch.tensor(first_pages, device=device)
+        return pages_from(self.table.page_SP[run.slot_R[query_BQ[:, 0]]], first_B, num_pages, run.page_size)
 
 
 def pages_from(
@@ -308,7 +333,7 @@ def pages_from(
     return page_BP, entry_BK
 
 
-def runs_of(values: Sequence[int]) -> list[tuple[int, int]]:
+def runs_of(values: Sequence[object]) -> list[tuple[int, int]]:
     """Runs of equal neighbours, as half-open ranges."""
     starts = [index for index, value in enumerate(values) if index == 0 or value != values[index - 1]]
     return list(zip(starts, [*starts[1:], len(values)]))

@@ -202,7 +202,9 @@ def add_edited(plan: StepPlan, method: Method, index: int, chunk: Chunk, edited:
         number = len(plan.views)
         plan.views.append(part.view)
 
-        def add(rows: Rows, head: int, offset: int, token_id: int, *, is_stored: bool, end: int, part=part, number=number) -> None:
+        def add(
+            rows: Rows, head: int, offset: int, token_id: int, *, is_stored: bool, end: int, part=part, number=number
+        ) -> None:
             pages, first = edited.places[head]
             rows.add(index, int(birth[head]) + offset, token_id, phase=offset, is_stored=False, entry_end=end)
             rows.view[-1] = number

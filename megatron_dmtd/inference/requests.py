@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_dmtd.errors import DMTDError
+from megatron_dmtd.inference.cache_ops.usage import Usage
 from megatron_dmtd.inference.detokenizer import Detokenizer
 from megatron_dmtd.inference.sampler import Choice
 from megatron_dmtd.inference.sampling_params import SamplingParams
@@ -35,6 +36,8 @@ class Completion:
     """Why the request was refused."""
     weights_versions: tuple[int, ...] = ()
     """For each token of the output, the version of the weights that it was sampled with."""
+    usage: Usage | None = None
+    """Which of the prompt's tokens were computed, and which were cached; None for a refused request."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,6 +61,14 @@ class Request:
     def num_scored(self) -> int:
         """Leading rows of the prompt whose logits give the likelihood of the prompt's next token, if that is asked for."""
         return 0 if self.sequence.reuses_prefix else self.prompt_length - 1
+
+    @property
+    def usage(self) -> Usage:
+        """What of the prompt had to be computed when the request was first admitted."""
+        if self.sequence.edited is not None:
+            return self.sequence.edited.usage or Usage(prompt_tokens=self.prompt_length, prefill_tokens=0)
+        reused = self.sequence.num_reused
+        return Usage(prompt_tokens=self.prompt_length, cached_tokens=reused, prefill_tokens=self.prompt_length - reused)
 
     @property
     def output(self) -> list[int]:

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from megatron_dmtd.architecture.schedule import PARALLEL, SEQUENTIAL
+from megatron_dmtd.inference.cache_ops.passes import PassViews
 from megatron_dmtd.inference.forward import Forward
 from megatron_dmtd.inference.graphs import GraphRecorder, direct
 from megatron_dmtd.inference.kv.device_tables import DeviceTables
@@ -67,7 +68,10 @@ class Runner:
 
     def _pass(self, plan: StepPlan, pass_name: str, rows: Rows, final: Sequence[int]) -> Pass:
         slots = [plan.chunks[chunk].slot for chunk in rows.chunk]
-        return Pass(rows=rows, slots=slots, final=final, groups=self._groups[pass_name], page_size=self.store.page_size)
+        groups, views = self._groups[pass_name], None
+        if plan.views:
+            views = PassViews(plan.views, plan.moves, rows=rows.view, slots=slots, groups=groups.window, device=groups.device)
+        return Pass(rows=rows, slots=slots, final=final, groups=groups, page_size=self.store.page_size, views=views)
 
     def _parallel_pass(self, plan: StepPlan) -> torch.Tensor:
         """Hidden states `[F, X]` of the shadow rows; each request's last block is kept."""

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from megatron_dmtd.inference.cache_ops.sequence import EditedSequence
+from megatron_dmtd.inference.cache_ops.tree import CacheTree
 from megatron_dmtd.inference.kv.pages import PageTables
 from megatron_dmtd.inference.kv.prefix import Known, PrefixIndex
 from megatron_dmtd.inference.kv.store import KVStore, PageCounts
@@ -34,13 +36,17 @@ class Sequence:
     """Whether its beginning may come from the prefix index, uncomputed."""
     known: Known = field(default_factory=Known)
     """How much of it the prefix index knows."""
+    num_reused: int = 0
+    """Tokens that the prefix index had when the sequence was first admitted."""
     has_older_entries: bool = False
     """Whether weights that have been replaced since computed some of its K and V: then no other sequence may use them."""
+    edited: EditedSequence | None = None
+    """The cache of a request with cache operations, in place of `tables` and `known`."""
 
     @property
     def remaining(self) -> int:
         """Tokens known and not taken; 1 means that the next step decodes."""
-        return len(self.tokens) - self.num_taken
+        return len(self.tokens) - self.num_taken if self.edited is None else self.edited.num_pending
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,8 @@ class Scheduled:
 
     sequence: Sequence
     chunk: Chunk
+    num_tokens: int
+    """Tokens that it computes."""
 
     @property
     def is_complete(self) -> bool:
@@ -67,9 +75,10 @@ class Scheduler:
         chunk_tokens: int,
         align_heads: bool,
         prefix_index: PrefixIndex | None,
+        tree: CacheTree | None = None,
     ) -> None:
         assert num_slots >= 1 and chunk_tokens >= 1, (num_slots, chunk_tokens)
-        self.method, self.store, self.prefix_index = store.method, store, prefix_index
+        self.method, self.store, self.prefix_index, self.tree = store.method, store, prefix_index, tree
         self.chunk_tokens, self.align_heads = chunk_tokens, align_heads
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -116,6 +125,11 @@ class Scheduler:
         for scheduled in step:
             sequence = scheduled.sequence
             sequence.num_taken = scheduled.chunk.stop
+            if sequence.edited is not None:
+                sequence.edited.finish(is_shared=not sequence.has_older_entries)
+                if sequence.edited.pending:
+                    sequence.num_taken = sequence.edited.next_token
+                continue
             if self.prefix_index is not None and not sequence.has_older_entries:
                 before = self.prefix_index.num_final_pages(scheduled.chunk.start)
                 if self.prefix_index.num_final_pages(sequence.num_taken) > before:
@@ -128,6 +142,8 @@ class Scheduler:
         """
         if self.prefix_index is not None:
             self.prefix_index.clear()
+        if self.tree is not None:
+            self.tree.detach()
         for sequence in reversed(list(self.running)):
             if recompute:
                 self._preempt(sequence)
@@ -139,6 +155,11 @@ class Scheduler:
         yield from (sequence.tables for sequence in (*self.waiting, *self.running))
         if self.prefix_index is not None:
             yield from self.prefix_index.owned()
+        if self.tree is not None:
+            yield from self.tree.owned()
+        for sequence in (*self.waiting, *self.running):
+            if sequence.edited is not None:
+                yield from sequence.edited.owned()
 
     # Admission.
 
@@ -146,14 +167,18 @@ class Scheduler:
         """Admit sequences, oldest first, while there are slots, and pages for all tokens that they and the running ones know."""
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
-            if self.prefix_index is not None and sequence.reuses_prefix:
+            if sequence.edited is not None:
+                sequence.edited.begin()
+                sequence.num_taken = sequence.edited.next_token
+            elif self.prefix_index is not None and sequence.reuses_prefix:
                 sequence.tables, sequence.known = self.prefix_index.attach(sequence.tokens)
                 sequence.num_taken = sequence.known.num_pages * self.prefix_index.page_size
             if self.running and not self._make_room(sequence, len(sequence.tokens), self._promised()):
-                self.store.release(sequence.tables)
+                self._let_go(sequence)
                 sequence.num_taken, sequence.known = 0, Known()
                 return
-            if self.prefix_index is not None:
+            sequence.num_reused = sequence.num_taken if sequence.num_preemptions == 0 else sequence.num_reused
+            if self.prefix_index is not None and sequence.edited is None:
                 self.prefix_index.num_reused_tokens += sequence.num_taken
             self.waiting.popleft()
             sequence.slot = self._free_slots.pop()
@@ -161,7 +186,7 @@ class Scheduler:
 
     def _promised(self) -> PageCounts:
         """Pages that running sequences still lack for the tokens that they know."""
-        lacks = [self.store.missing(sequence.tables, len(sequence.tokens)) for sequence in self.running]
+        lacks = [self._missing(sequence, len(sequence.tokens)) for sequence in self.running]
         return {name: sum(counts[name] for counts in lacks) for name in self.store.groups}
 
     # Alignment.
@@ -191,14 +216,23 @@ class Scheduler:
                 continue
             stop = self._chunk_stop(sequence, budget)
             if self._schedule_one(sequence, stop, step):
-                budget -= stop - sequence.num_taken
+                budget -= step[-1].num_tokens
 
     def _chunk_stop(self, sequence: Sequence, budget: int) -> int:
         """The end of the next piece: whole cycles if possible, so that the piece after it is not cut short."""
+        if sequence.edited is not None:
+            return self._edited_stop(sequence.edited, budget)
         limit = min(len(sequence.tokens), sequence.num_taken + budget)
         if limit < len(sequence.tokens) and self.method.cycle_start(limit) > sequence.num_taken:
             limit = self.method.cycle_start(limit)
         return self.method.furthest_stop(sequence.num_taken, limit)
+
+    def _edited_stop(self, edited: EditedSequence, budget: int) -> int:
+        """The end of the next piece: as many cycles as there is room for, at least one."""
+        stops = edited.stops(budget)
+        while len(stops) > 1 and not self._has_room(self._in_all(edited.missing(stops[-1]))):
+            stops = stops[: len(stops) // 2]
+        return stops[-1]
 
     # Pages.
 
@@ -211,22 +245,45 @@ class Scheduler:
             victim = next((other for other in reversed(self.running) if id(other) not in scheduled), None)
             if step and victim in (None, sequence):
                 return False  # all younger ones are gone or compute in this step: wait
+            if len(self.running) == 1 and sequence.edited is not None and sequence.edited.has_found:
+                self._begin_afresh(sequence.edited, sequence)
+                return False
             assert victim is not None and len(self.running) > 1, "a sequence that fits alone found no room"
             self._preempt(victim)
             if victim is sequence:
                 return False
-        self.store.grow(sequence.tables, stop)
-        step.append(Scheduled(sequence, Chunk(sequence.slot, sequence.tokens, sequence.num_taken, stop)))
+        edited = None
+        if sequence.edited is None:
+            self.store.grow(sequence.tables, stop)
+        else:
+            num_tokens, edited = sequence.edited.num_tokens_until(stop), sequence.edited.chunk(stop)
+        chunk = Chunk(sequence.slot, sequence.tokens, sequence.num_taken, stop, edited)
+        step.append(Scheduled(sequence, chunk, num_tokens if edited else stop - sequence.num_taken))
         return True
 
     def _make_room(self, sequence: Sequence, stop: int, promised: PageCounts | None = None) -> bool:
         """Whether pages for `stop` tokens are free in addition to those promised, if necessary after evicting prefixes."""
-        needed = self.store.missing(sequence.tables, stop)
+        needed = self._missing(sequence, stop)
         if promised is not None:
             needed = {name: count + promised[name] for name, count in needed.items()}
+        return self._has_room(needed)
+
+    def _missing(self, sequence: Sequence, stop: int) -> PageCounts:
+        """Pages that a sequence lacks for `stop` tokens."""
+        if sequence.edited is None:
+            return self.store.missing(sequence.tables, stop)
+        return self._in_all(sequence.edited.missing(stop))
+
+    def _in_all(self, count: int) -> PageCounts:
+        """So many pages in every group."""
+        return dict.fromkeys(self.store.groups, count)
+
+    def _has_room(self, needed: PageCounts) -> bool:
+        """Whether so many pages are free, if necessary after evicting prefixes."""
         while not self.store.has_free(needed):
-            if self.prefix_index is None or not self.prefix_index.evict_one():
-                return False
+            if self.prefix_index is not None and self.prefix_index.evict_one():
+                continue
+            return self.tree is not None and self.tree.evict(max(needed.values()))
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -236,9 +293,23 @@ class Scheduler:
         sequence.num_preemptions += 1
         self.waiting.appendleft(sequence)
 
+    def _begin_afresh(self, edited: EditedSequence, sequence: Sequence) -> None:
+        """What was cached lies in so many pages that there is no room for the rest: compute everything."""
+        assert self.tree is not None
+        edited.end()
+        self.tree.clear()
+        edited.begin()
+        sequence.num_taken = edited.next_token
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """Return its pages."""
+        self.store.release(sequence.tables)
+        if sequence.edited is not None:
+            sequence.edited.end()
+
     def _take_down(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.store.release(sequence.tables)
+        self._let_go(sequence)
         sequence.tables = PageTables()  # a new object: the runner tells by it that the slot's pages are others now
         self._free_slots.append(sequence.slot)
         sequence.slot = -1

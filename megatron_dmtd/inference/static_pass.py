@@ -78,6 +78,7 @@ class StaticPass:
         page_size: int,
     ) -> None:
         self.shape, self.groups = shape, groups
+        self.views = None
         self.first_scratch_page, self.page_size = first_scratch_page, page_size
         page_SP = tables[groups[0].name].page_SP
         self.final: Sequence[int] = range(shape.num_chunks * shape.final_per_chunk)

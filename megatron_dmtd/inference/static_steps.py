@@ -40,8 +40,8 @@ class StaticSteps:
 
     @staticmethod
     def takes(plan: StepPlan, wanted: Sequence[int]) -> bool:
-        """Whether every chunk is one token, and the logits of all are wanted."""
-        return len(wanted) == len(plan.chunks) == len(plan.sequential)
+        """Whether every chunk is one token, the logits of all are wanted, and no request has cache operations."""
+        return not plan.views and len(wanted) == len(plan.chunks) == len(plan.sequential)
 
     def run(self, plan: StepPlan) -> torch.Tensor:
         """Logits `[B, V]` of the chunks' rows; each request's new block, if there is one, is kept."""

@@ -25,5 +25,5 @@ class Stats:
         """Count one step."""
         self.num_steps += 1
         self.num_parallel_passes += ran_parallel
-        sizes = [scheduled.chunk.stop - scheduled.chunk.start for scheduled in step]
+        sizes = [scheduled.num_tokens for scheduled in step]
         self.num_prompt_tokens += sum(size for size in sizes if size > 1)

@@ -1,8 +1,8 @@
 """Cache operations (drop, reposition), token by token in float64: slow, obvious, and written from docs/cache_operations.md alone.
 
 Two formulations that share the arithmetic of one layer at one slot. `EditedDecoder` is literal: it feeds one token after the
-other, and edits a cache at cycle heads. `masked_logits` computes all tokens at once under a mask of occurrences (token, position).
-An ordinary decoder is the case of cycles of one token without parallel layers.
+other, and edits a cache at cycle heads. `masked_logits` computes all tokens at once under a mask of occurrences (token,
+position). An ordinary decoder is the case of cycles of one token without parallel layers.
 
 Imports nothing of the package; the arithmetic of a layer is that of the oracle next to it.
 

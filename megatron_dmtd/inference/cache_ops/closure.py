@@ -1,8 +1,8 @@
 """Which cycles of a prompt must be computed, given what is cached. Numbers only.
 
-The last cycle is computed in any case, since its logits are wanted. A cycle before it must be computed exactly if a later one that
-will be computed reads a token of it that is not cached. One reverse scan finds them all: a token that some later one reads is read
-by the nearest that comes after it.
+The last cycle is computed in any case, since its logits are wanted. A cycle before it must be computed exactly if a later one
+that will be computed reads a token of it that is not cached. One reverse scan finds them all: a token that some later one reads
+is read by the nearest that comes after it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import numpy as np
 from megatron_dmtd.inference.cache_ops.program import Indices, Timeline
 
 
-def missing_cycles(timeline: Timeline, is_cached: Sequence[bool] | np.ndarray, num_tokens: int, *, all_of_them: bool) -> list[int]:
+def missing_cycles(
+    timeline: Timeline, is_cached: Sequence[bool] | np.ndarray, num_tokens: int, *, all_of_them: bool
+) -> list[int]:
     """Cycles to compute for a text of `num_tokens`, in order. `is_cached`: of each token; `all_of_them` asks for all cycles."""
     length = timeline.cycle_length
     last = (num_tokens - 1) // length

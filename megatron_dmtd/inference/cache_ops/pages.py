@@ -93,5 +93,3 @@ class CountedPages:
 def tables_of(page_sets: Iterable[PageSet]) -> list[PageTables]:
     """For the store's check."""
     return [pages.tables for pages in page_sets]
-
-

@@ -112,6 +112,18 @@ class Stage:
     """Survivors, which have positions from 0."""
 
 
+@dataclass(frozen=True, slots=True)
+class CacheState:
+    """What the next token would see."""
+
+    active: list[int]
+    """Raw indices of the tokens that it sees."""
+    positions: list[int]
+    """Of each of them."""
+    next_position: int
+    """Its own."""
+
+
 class Timeline:
     """A program over the raw tokens `[0, num_tokens)`, completed to whole cycles: a function of raw indices alone."""
 
@@ -199,10 +211,11 @@ class Timeline:
             self._positions[stage] = found
         return found
 
-    def state(self, num_tokens: int) -> tuple[Indices, Indices, int]:
-        """Active raw tokens, their positions, and the next position, after `num_tokens` tokens and the operations up to there."""
+    def state(self, num_tokens: int) -> CacheState:
+        """After `num_tokens` tokens, and the operations up to there."""
         active = np.flatnonzero(self.expiry[:num_tokens] > num_tokens)
-        return active, self.positions(self.stage_of(num_tokens))[active], int(self.birth[num_tokens])
+        positions = self.positions(self.stage_of(num_tokens))[active]
+        return CacheState(active.tolist(), positions.tolist(), int(self.birth[num_tokens]))
 
     def check_positions(self, num_tokens: int, limit: int) -> None:
         """Accept the positions of the first `num_tokens` tokens, or raise `DataError`."""

@@ -66,6 +66,7 @@ class EditedSequence:
         self.pending: list[int] = []
         """Cycles of the prompt, or of the text before a preemption, that are still to be computed."""
         self._path: list[Node] = []
+        self._has_found = False
         self._births = Places(capacity)
         self._others: dict[int, dict[int, Place]] = {}
         """Of cached tokens that are read: position -> place, of copies."""
@@ -103,6 +104,7 @@ class EditedSequence:
         for cycle in self.pending:
             is_computed[cycle * length : (cycle + 1) * length] = True
         is_resident = is_cached & ~is_computed
+        self._has_found = bool(is_resident.any())
         is_read = is_resident & self._is_read()
         self._own_cached(is_read)
         if self.usage is None:
@@ -199,6 +201,11 @@ class EditedSequence:
         return stages[stage + 1].head if stage + 1 < len(stages) else self.timeline.num_tokens
 
     # What a step takes.
+
+    @property
+    def has_found(self) -> bool:
+        """Whether something was cached when it began."""
+        return self._has_found
 
     @property
     def num_pending(self) -> int:
@@ -465,7 +472,9 @@ class EditedSequence:
         for places in [*self._stages.values(), *([self._births] if needs_births else [])]:
             kept |= set(np.unique(places.number[alive]).tolist())
         if needs_births or self.pending:
-            kept |= {self._numbers[place[0]] for token, all_of in self._others.items() if alive[token] for place in all_of.values()}
+            kept |= {
+                self._numbers[place[0]] for token, all_of in self._others.items() if alive[token] for place in all_of.values()
+            }
         for pages, number in list(self._numbers.items()):
             if number not in kept:
                 del self._numbers[pages]
@@ -474,7 +483,9 @@ class EditedSequence:
         self._births.number[gone] = NOWHERE
         for places in self._stages.values():
             places.number[~np.isin(places.number, list(self._numbers.values()))] = NOWHERE
-        self._others = {token: others for token, others in self._others.items() if all(p[0] in self._numbers for p in others.values())}
+        self._others = {
+            token: others for token, others in self._others.items() if all(p[0] in self._numbers for p in others.values())
+        }
 
     def owned(self) -> list[PageTables]:
         """What the request owns, for the store's check."""

@@ -1,8 +1,9 @@
-"""What the engine has cached for requests with cache operations: a tree of prefixes, keyed by tokens and operations. Numbers only.
+"""What is cached for requests with cache operations: a tree of prefixes, keyed by tokens and operations. Numbers only.
 
 A node is one cycle of tokens (one token of an ordinary decoder) after its parent, with what took effect before it. K and V of a
-token depend on nothing else, so equal paths have equal K and V. A node knows where its tokens are cached: at the position of their
-birth, and at those to which repositions have moved them. A node whose K and V are gone stays as long as a descendant has some.
+token depend on nothing else, so equal paths have equal K and V. A node knows where its tokens are cached: at the position of
+their birth, and at those to which repositions have moved them. A node whose K and V are gone stays as long as a descendant has
+some.
 
 There are two counts. `num_readers` counts the running requests whose path leads through a node. The owners of a page set (of the
 store) are the tree and the requests that still read it. So a page set on the path of running requests that the tree alone owns

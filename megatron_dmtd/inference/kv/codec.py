@@ -39,6 +39,9 @@ class EncodedPages(Protocol):
     def read(self, page_BP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V `[B, G, K, D]` of whole pages, in the type that attention computes with."""
 
+    def read_entries(self, page_R: torch.Tensor, offset_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V `[R, G, D]` of single entries."""
+
     @property
     def native(self) -> NativePages:
         """Where native kernels find the pages. Only for formats that they know."""
@@ -75,6 +78,10 @@ class PlainPages:
     def read(self, page_BP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `EncodedPages`."""
         return _gathered(self.k_PGDT.transpose(-2, -1), page_BP), _gathered(self.v_PGTD, page_BP)
+
+    def read_entries(self, page_R: torch.Tensor, offset_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `EncodedPages`."""
+        return self.k_PGDT[page_R, :, :, offset_R], self.v_PGTD[page_R, :, offset_R]
 
     @cached_property
     def native(self) -> NativePages:
