@@ -223,9 +223,9 @@ def add_edited(plan: StepPlan, method: Method, index: int, chunk: Chunk, edited:
                 seen = method.cycle_length if method.is_bidirectional else offset + 1
                 plan.outputs.append(len(rows))
                 token_id = tokens[head] if offset == 0 else method.mask_token_id
-                end = first if method.refreshes else first + seen
-                add(rows, head, offset, token_id, is_stored=not method.refreshes, end=end)
-                if method.refreshes:
+                end = first if len(method.streams) > 1 else first + seen
+                add(rows, head, offset, token_id, is_stored=len(method.streams) == 1, end=end)
+                if len(method.streams) > 1:
                     rows.local_begin[-1], rows.local_end[-1] = begin, begin + seen
         for token in part.tokens:
             head = method.cycle_start(token)

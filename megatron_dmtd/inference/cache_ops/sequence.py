@@ -264,7 +264,7 @@ class EditedSequence:
 
     def chunk(self, stop: int) -> EditedChunk:
         """Plan a chunk that stops there. Takes page sets."""
-        length, refreshes = self.method.cycle_length, self.method.refreshes
+        length, refreshes = self.method.cycle_length, len(self.method.streams) > 1
         cycles, moves = self._cycles(stop), list[Moves]()
         parts: dict[int, list[list[int]]] = {}  # by segment: refreshed, blocks, tokens
         limits: dict[int, int] = {}
@@ -307,7 +307,7 @@ class EditedSequence:
 
     def _completes_shadow(self, cycles: Sequence[int]) -> bool:
         """Whether a decoding step takes the last token of a cycle with shadow history, which then is final."""
-        if self.pending or self.method.is_vanilla or self.method.refreshes:
+        if self.pending or self.method.is_vanilla or len(self.method.streams) > 1:
             return False
         return len(self.tokens) % self.method.cycle_length == 0
 
