@@ -1,7 +1,6 @@
 """Views and copies of a pass as tensors, and the rotation of what is copied.
 
-Shape legend: R rows of a pass or entries copied, V views, S slots, P pages, K entries of a view, B chunks, G key/value heads,
-D head width.
+Shape legend: R rows of a pass, S slots, P pages, B chunks, G key/value heads, D head width.
 """
 
 from __future__ import annotations
@@ -57,12 +56,12 @@ class PassViews:
         self._rows, self._slots = torch.tensor(rows), torch.tensor(slots)
         self.table_R = self._rows
         """The row of `pages` where each row of the pass finds its pages."""
-        self._position_VK = self._positions()
+        self._view_positions = self._positions()
         self._columns = {name: _columns(self._moves, name, device) for name in groups} if self._moves else {}
         self._rotations: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _table(self, group: str) -> torch.Tensor:
-        """Pages `[V, P]` of every view; after its own, a view's last page is repeated."""
+        """Pages [views, P] of every view; after its own, a view's last page is repeated."""
         rows = [[pages.tables[group].pages[0] for pages in view.pages] for view in self._views]
         return torch.tensor([row + row[-1:] * (self._num_pages - len(row)) for row in rows], device=self.device)
 
@@ -89,7 +88,7 @@ class PassViews:
     def read(self, group: str, views: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Pages `[B, P]` of some views, and the positions `[B, K]` of their entries."""
         chosen = torch.tensor(views, device=self.device)
-        return self._tables[group][chosen], self._position_VK[chosen]
+        return self._tables[group][chosen], self._view_positions[chosen]
 
     def copy_moved(self, visit: MovingVisit) -> None:
         """Copy what moves, with K rotated back and to its new position."""
