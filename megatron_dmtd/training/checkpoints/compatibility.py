@@ -16,6 +16,9 @@ from megatron_dmtd.errors import CheckpointError
 from megatron_dmtd.training.checkpoints.initial import Initial
 from megatron_dmtd.weights.checkpoint_files import saved_config
 
+#: how documents begin; `auto`: no manifest has said it, as in runs of earlier versions
+_BOS, _UNDECIDED = "data.add_bos", "auto"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
@@ -33,9 +36,11 @@ class Difference:
         return f"{text} ({self.refused or f'allowed: {self.setting.resume.why}'})"
 
 
-def _why_refused(setting: Setting, wanted: Config) -> str:
+def _why_refused(setting: Setting, saved: Config, wanted: Config) -> str:
     """Why a run may not set it differently from its checkpoint; empty where it may."""
     rule = setting.resume
+    if setting.key == _BOS and _UNDECIDED not in (setting.value_in(saved), setting.value_in(wanted)):
+        return "all documents of a run begin alike"
     if not rule.may_change:
         return rule.why
     needed = [other for other in settings(Config) if other.key == rule.only_with]
@@ -48,7 +53,7 @@ def differences(wanted: Config, saved: Config) -> list[Difference]:
     for setting in settings(Config):
         old, new = setting.value_in(saved), setting.value_in(wanted)
         if new != old:
-            found.append(Difference(setting=setting, saved=old, wanted=new, refused=_why_refused(setting, wanted)))
+            found.append(Difference(setting=setting, saved=old, wanted=new, refused=_why_refused(setting, saved, wanted)))
     return found
 
 

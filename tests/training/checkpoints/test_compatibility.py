@@ -34,6 +34,15 @@ def test_each_difference_says_whether_it_is_allowed_and_why(saved: Path) -> None
     ]
 
 
+def test_a_run_does_not_go_on_with_documents_that_begin_otherwise(saved: Path) -> None:
+    with_bos, without_bos = tiny_config(data={"add_bos": "yes"}), tiny_config(data={"add_bos": "no"})
+    assert check_resumable(with_bos, saved) == tiny_config()  # no manifest had said it
+    (saved / paths.CONFIG_FILE).write_text(to_yaml(with_bos))
+    check_resumable(with_bos, saved)
+    with pytest.raises(CheckpointError, match=r"data\.add_bos = yes in the checkpoint, no in this run \(all documents of a run"):
+        check_resumable(without_bos, saved)
+
+
 @pytest.mark.parametrize(
     ("section", "field", "value"),
     [
