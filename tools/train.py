@@ -16,7 +16,7 @@ import signal
 import sys
 
 from megatron_dmtd.infra.console import ending_quietly
-from megatron_dmtd.infra.processes import die_with
+from megatron_dmtd.infra.processes import die_with, end_if_orphaned
 from megatron_dmtd.training import exit_codes
 from megatron_dmtd.training.health.signals import StopRequested, StopSignals
 
@@ -27,6 +27,7 @@ def main() -> int:
     signals.install()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank whose torchrun is gone would hold the run's lock for ever
         die_with(os.getppid(), number=signal.SIGTERM)
+    end_if_orphaned()  # torchrun may have been ended while it was starting its ranks
     from megatron_dmtd.config import make_parser, parse, validate
     from megatron_dmtd.errors import DMTDError
     from megatron_dmtd.training.checkpoints.initial import run_config

@@ -30,6 +30,17 @@ def die_with(parent_pid: int, *, number: int = signal.SIGKILL) -> None:
         os._exit(1)
 
 
+#: in the environment of what a command starts: the number of the process at whose end it must end too
+STARTED_BY = "MEGATRON_DMTD_STARTED_BY"
+
+
+def end_if_orphaned() -> None:
+    """End this process if the one that `STARTED_BY` names is gone: it died before anybody could tell this one."""
+    starter = os.environ.get(STARTED_BY, "")
+    if starter.isdecimal() and not psutil.pid_exists(int(starter)):
+        os._exit(1)
+
+
 def end_family(process: subprocess.Popen[bytes], *, patience_s: float) -> None:
     """End a process and everything that it started: SIGTERM to the process, then SIGKILL to whoever remains.
 

@@ -25,7 +25,7 @@ from megatron_dmtd.errors import DMTDError
 from megatron_dmtd.infra.files import write_atomically
 from megatron_dmtd.infra.json_files import parse_object
 from megatron_dmtd.infra.locks import FileLock
-from megatron_dmtd.infra.processes import die_with, end_family
+from megatron_dmtd.infra.processes import STARTED_BY, die_with, end_family
 from megatron_dmtd.quickstart.failures import reason
 
 #: seconds that an interrupted command has to save and end; torchrun gives its ranks 30
@@ -153,7 +153,7 @@ def run_command(
             stdout=stream,
             stderr=subprocess.STDOUT,
             cwd=cwd,
-            env=dict(environment),
+            env={**environment, STARTED_BY: str(os.getpid())},
             process_group=0,  # Ctrl-C is for this process, which passes it on once
             preexec_fn=functools.partial(die_with, os.getpid(), number=signal.SIGTERM),
         )

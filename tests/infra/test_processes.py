@@ -56,3 +56,13 @@ def test_a_child_ends_when_its_parent_is_killed() -> None:
 def test_a_child_whose_parent_died_while_it_started_ends_at_once() -> None:
     output, _ = (orphan := start(_ORPHAN)).communicate()
     assert (output, orphan.returncode) == ("", 1)
+
+
+def test_a_process_whose_starter_is_gone_ends_at_once() -> None:
+    program = "from megatron_dmtd.infra.processes import end_if_orphaned; end_if_orphaned(); print('lives')"
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for starter, expected in ((str(gone.pid), ("", 1)), (str(os.getpid()), ("lives\n", 0)), ("", ("lives\n", 0))):
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "MEGATRON_DMTD_STARTED_BY": starter}
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+        assert (done.stdout, done.returncode) == expected
