@@ -39,7 +39,7 @@ def start(texts: Path, output: Path) -> subprocess.CompletedProcess[str]:
 def stopped_in_training(texts: Path, output: Path, number: int) -> tuple[int, str, list[int]]:
     """Send a signal to a quickstart, as a terminal does to its group, once its ranks are there.
 
-    Returns its status, its standard error, and those of its processes that are still there half a minute later.
+    Returns its status, its standard error, and those of its processes that are still there 90 s later.
     """
     with subprocess.Popen(
         command(texts, output), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, process_group=0
@@ -51,7 +51,7 @@ def stopped_in_training(texts: Path, output: Path, number: int) -> tuple[int, st
             family = psutil.Process(quickstart.pid).children(recursive=True)
         os.killpg(quickstart.pid, number)
         error = quickstart.communicate(timeout=120)[1]
-    _, alive = psutil.wait_procs(family, timeout=30)
+    _, alive = psutil.wait_procs(family, timeout=90)  # torchrun gives its ranks 30 s to save
     return quickstart.returncode, error, [process.pid for process in alive]
 
 
