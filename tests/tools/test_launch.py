@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from tests.slurm.conftest import ROOT, site_text
 from tests.support.tiny import write_corpus
@@ -115,6 +116,7 @@ def work(tmp_path):
         path = tmp_path / name
         path.parent.mkdir(parents=True)
         path.write_bytes(b"x")
+    (tmp_path / "raw/a.jsonl.zst").write_bytes(zstandard.compress(b'{"text": "x"}'))
     for name in ("quickstart/data/text-train", "quickstart/data/text-heldout"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write_corpus(tmp_path / name, num_documents=5)
