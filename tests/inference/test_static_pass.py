@@ -49,7 +49,8 @@ def test_rows_read_the_same_entries_and_the_same_rows_of_their_block(kind, final
                 for number, query in enumerate(query_Q):
                     keys = batch.mask_BQK[chunk, number].nonzero()[:, 0].tolist()
                     found[query] = [(pages[key // PAGE_SIZE], key % PAGE_SIZE) for key in keys]
-            num_blank = run.max_rows_per_chunk * 2 - len(rows)  # a first cycle has nothing to refresh
+            rows_per_chunk = max(stop - start for start, stop in run.chunk_runs)
+            num_blank = rows_per_chunk * 2 - len(rows)  # a first cycle has nothing to refresh
             for row in final if final_only else range(len(rows)):
                 slot = rows.chunk[row]
                 entries = range(reads.entry_begin[row], reads.entry_end[row])
