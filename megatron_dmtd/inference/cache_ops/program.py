@@ -204,7 +204,7 @@ class Timeline:
         if found is None:
             one, found = self.stages[stage], self.birth.copy()
             survives = self._dropped_by[: one.head] > one.act if one.act >= 0 else np.ones(one.head, bool)
-            # A drop beside the reposition, in one operation, comes first and has the same number.
+            # A drop in the same operation as the reposition, comes first and has the same number.
             found[: one.head] = np.where(survives, np.cumsum(survives) - 1, -1)
             if len(self._positions) > 8:
                 self._positions.pop(next(iter(self._positions)))
