@@ -37,11 +37,13 @@ def test_installing_again_changes_nothing() -> None:
 
 def test_the_memory_of_large_tensors_is_reused() -> None:
     prepare_megatron()
-    faults = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt]
-    for _ in range(3):
+    faults = []
+    for _ in range(20):
         torch.zeros(64 << 20, dtype=torch.uint8)
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-    assert faults[3] - faults[1] < 2 * (64 << 20) / 4096 / 4
+    pages = (64 << 20) / resource.getpagesize()
+    # The first ones grow the heap, or find a small allocation in their way.
+    assert faults[-1] - faults[4] < 15 * pages / 4
 
 
 def _forks() -> tuple[list[float], list[float]]:
