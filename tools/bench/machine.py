@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dmtd.errors import ConfigError
+from megatron_dmtd.infra.console import ending_quietly
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -79,4 +80,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending_quietly(main))
