@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ torch.set_num_threads(1)
 
 def pytest_configure(config: pytest.Config) -> None:
     """All other tests say what a CPU gives, several ranks of them on whatever machine: there they must find none."""
+    # A shell starts jobs in the background with SIGINT ignored, and the programs that tests interrupt would inherit that.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     words = str(config.getoption("markexpr")).replace("not gpu", "").split()
     if "gpu" not in words:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
