@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dmtd.config import CycleConfig
-from megatron_dmtd.data.corpora.bos import AddBos, added_ids, bos_of, with_bos
+from megatron_dmtd.data.corpora.bos import AddBos, bos_of, ids_by, with_bos
 from megatron_dmtd.data.corpora.tokenizer import MADE_FROM, control_ids, load_tokenizer
 from megatron_dmtd.errors import ConversionError, Refusal
 from megatron_dmtd.infra.digests import sha256_of_file
 from megatron_dmtd.infra.json_files import read_object
+from megatron_dmtd.infra.special_tokens import added_ids
 
 GENERATION_FILE = "generation_config.json"
 _PATTERNS = (
@@ -71,13 +72,13 @@ def begin_texts(directory: Path, add_bos: AddBos) -> None:
     tokenizer = load_tokenizer(directory)
     bos = bos_of(tokenizer, add_bos)
     wanted: tuple[list[int], list[int]] = ([] if bos is None else [bos], [])
-    if added_ids(tokenizer.backend_tokenizer.to_str()) == wanted:
+    if added_ids(ids_by(tokenizer.backend_tokenizer)) == wanted:
         return
     settings = read_object(directory / "tokenizer_config.json", _DAMAGED)
     settings |= {"add_bos_token": bos is not None, "add_eos_token": False, MADE_FROM: sha256_of_file(path)}
     path.write_text(with_bos(path.read_text(encoding="utf-8"), bos), encoding="utf-8")
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    found = added_ids(load_tokenizer(directory).backend_tokenizer.to_str())
+    found = added_ids(ids_by(load_tokenizer(directory).backend_tokenizer))
     if found != wanted:
         raise ConversionError(
             found=f"a tokenizer that puts {found[0]} before a text and {found[1]} after it, whatever its files say",

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_dmtd.errors import CheckpointError, DataError
 from megatron_dmtd.inference.loading import read_model_directory
+from megatron_dmtd.infra.special_tokens import added_ids
 
 
 def load_tokenizer(directory: Path | None) -> Any:
@@ -60,15 +61,9 @@ def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> lis
         ) from error
     ids = _ids(tokenizer, text, add_special_tokens=add_special_tokens)
     if add_special_tokens and ids and ids[-1] == tokenizer.eos_token_id:
-        ids = ids[: len(ids) - _num_appended(tokenizer)]
+        _, appended = added_ids(lambda text, added: _ids(tokenizer, text, add_special_tokens=added))
+        ids = ids[: len(ids) - len(appended)]
     return ids
-
-
-def _num_appended(tokenizer: Any) -> int:
-    """How many ids the tokenizer puts after a text."""
-    plain, whole = (_ids(tokenizer, "a", add_special_tokens=added) for added in (False, True))
-    begin = next(begin for begin in range(len(whole)) if whole[begin : begin + len(plain)] == plain)
-    return len(whole) - begin - len(plain)
 
 
 def _ids(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -25,6 +25,7 @@ from megatron_dmtd.hf import DMTDQwen3Config
 from megatron_dmtd.inference import Engine, EngineConfig, SamplingParams
 from megatron_dmtd.inference.weights import ModelWeights, build_model
 from megatron_dmtd.platform import Platform
+from megatron_dmtd.platform.machine import read_bytes_per_s
 from megatron_dmtd.quickstart.parts import progress_bar
 from megatron_dmtd.quickstart.plan import CONTROL, DMTD, Plan
 
@@ -48,17 +49,6 @@ def random_model(plan: Plan, platform: Platform) -> ModelWeights:
     return build_model(description.schedule, read)
 
 
-def read_bandwidth(platform: Platform, *, num_bytes: int = 1 << 30, repeats: int = 4) -> float:
-    """Bytes per second that this machine reads from memory, by the sum of a large tensor: the best of several."""
-    values = torch.ones(num_bytes // 8, dtype=torch.float64, device=platform.device)
-    fastest = float("inf")
-    for _ in range(repeats):
-        started = time.perf_counter()
-        values.sum().item()
-        fastest = min(fastest, time.perf_counter() - started)
-    return num_bytes / fastest
-
-
 def _seconds(engine: Engine, new_tokens: int) -> float:
     """Seconds from the first token to the last."""
     moments = [time.perf_counter() for _ in engine.stream(_PROMPT_N, max_new_tokens=new_tokens + 1, params=_PARAMS)]
@@ -67,7 +57,7 @@ def _seconds(engine: Engine, new_tokens: int) -> float:
 
 def measure(plan: Plan, platform: Platform, *, new_tokens: int = 32) -> dict[str, Any]:
     """Tokens per second in cycles and as an ordinary decoder, alternately, with the bytes that each reads per token."""
-    bandwidth = read_bandwidth(platform)
+    bandwidth = read_bytes_per_s(platform.device)
     cycled = random_model(plan, platform)
     ordinary = dataclasses.replace(cycled, schedule=make_schedule(cycled.schedule.decoder, ORDINARY))
     config = EngineConfig(max_batch=1, prefix_caching=False, max_length=len(_PROMPT_N) + 2 * new_tokens)

@@ -180,8 +180,8 @@ def _speed(plan: Plan, decoding: Mapping[str, Any], large: Mapping[str, Any]) ->
         Paragraph(
             f"**A model of {large['parameters']:,} random weights** ({4 * large['parameters'] / 1e9:.1f} GB in fp32), which no "
             f"cache holds, {large['threads']} threads: **{_speed_up(large):.2f}x**. The bytes read per token allow "
-            f"{_large_limit(large):.2f}x. Summing a large tensor, this machine reads {bandwidth / 1e9:.1f} GB/s; that "
-            "gives the limit in tokens/s."
+            f"{_large_limit(large):.2f}x. This machine reads {bandwidth / 1e9:.1f} GB/s from memory, in a "
+            "loop that does nothing else; that gives the limit in tokens/s."
         ),
         Table(("", "read per token", "tokens/s", "limit", "read"), large_rows),
         Paragraph(

@@ -14,7 +14,7 @@ from typing import Any
 from megatron.core import parallel_state
 
 from megatron_dmtd.config import Config, batch_size
-from megatron_dmtd.data.batches.blending import BlendedDataset
+from megatron_dmtd.data.batches.blending import open_blend
 from megatron_dmtd.data.batches.dataset import PackedDataset
 from megatron_dmtd.data.batches.loader import batches, prefetched
 from megatron_dmtd.data.batches.rows import RowSource
@@ -42,7 +42,8 @@ def open_corpora(config: Config) -> Sources:
     """The packed corpora that `data` names. Raises `DataError` or `ConfigError` for those that cannot be used."""
     data = with_bos(config).data
     check_one_tokenizer((*data.train, *data.valid))
-    return Sources(train=_training_corpora(config), valid=open_corpus(config, data.valid) if data.valid else None)
+    train = open_blend(functools.partial(open_corpus, config), data.train, data.train_weights, seed=data.shuffle_seed)
+    return Sources(train=train, valid=open_corpus(config, data.valid) if data.valid else None)
 
 
 def with_bos(config: Config) -> Config:
@@ -61,15 +62,6 @@ def with_bos(config: Config) -> Config:
             remedy=f"set data.add_bos to {found} or auto, or make the corpora again with --add-bos {data.add_bos}",
         )
     return replace(config, data=replace(data, add_bos=found))
-
-
-def _training_corpora(config: Config) -> PackedDataset | BlendedDataset:
-    """As one corpus, or blended by weight."""
-    data = config.data
-    if not data.train_weights:
-        return open_corpus(config, data.train)
-    corpora = [open_corpus(config, (prefix,)) for prefix in data.train]
-    return BlendedDataset(corpora, data.train_weights, seed=data.shuffle_seed)
 
 
 def open_corpus(config: Config, prefixes: tuple[str, ...]) -> PackedDataset:

@@ -10,7 +10,7 @@ its own epochs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from megatron_dmtd.data.batches.dataset import PackedDataset
@@ -123,3 +123,12 @@ class BlendedDataset:
             epochs = num_rows * float(share) / dataset.rows_per_epoch
             lines.append(f"{100 * float(share):.4g} % of the rows, {epochs:.3g} epochs: {dataset.report()}")
         return lines
+
+
+def open_blend(
+    open_corpus: Callable[[tuple[str, ...]], PackedDataset], prefixes: Sequence[str], weights: Sequence[float], *, seed: int
+) -> PackedDataset | BlendedDataset:
+    """The token files as one corpus or, with `weights`, as corpora of their own that are blended."""
+    if not weights:
+        return open_corpus(tuple(prefixes))
+    return BlendedDataset([open_corpus((prefix,)) for prefix in prefixes], weights, seed=seed)

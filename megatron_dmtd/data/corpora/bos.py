@@ -15,30 +15,18 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatron_dmtd.data.batches.manifest import read_manifest
 from megatron_dmtd.data.corpora.tokenizer import load_tokenizer
 from megatron_dmtd.errors import ConfigError, DataError
+from megatron_dmtd.infra.special_tokens import Encode, added_ids
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
 AddBos = Literal["auto", "yes", "no"]
-#: stands for any text: what a tokenizer adds does not depend on it
-_TEXT = "a"
 
 
-def added_ids(tokenizer_json: str) -> tuple[list[int], list[int]]:
-    """The ids that a tokenizer puts before and after a text."""
-    from tokenizers import Tokenizer
-
-    backend = Tokenizer.from_str(tokenizer_json)
-    plain = backend.encode(_TEXT, add_special_tokens=False).ids
-    whole = backend.encode(_TEXT, add_special_tokens=True).ids
-    for begin in range(len(whole) - len(plain) + 1):
-        if whole[begin : begin + len(plain)] == plain:
-            return whole[:begin], whole[begin + len(plain) :]
-    raise DataError(
-        found=f"a tokenizer that turns {_TEXT!r} into {plain}, and with special tokens into {whole}",
-        required="one that puts special tokens before or after the ids of a text",
-        remedy="check its post_processor in tokenizer.json",
-    )
+def ids_by(backend: Tokenizer) -> Encode:
+    """What `added_ids` takes, of a tokenizer of the `tokenizers` library."""
+    return lambda text, add_special_tokens: list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
 
 def bos_of(tokenizer: PreTrainedTokenizerFast, wanted: AddBos = "auto") -> int | None:
@@ -48,7 +36,7 @@ def bos_of(tokenizer: PreTrainedTokenizerFast, wanted: AddBos = "auto") -> int |
     """
     if wanted == "no":
         return None
-    before, _ = added_ids(tokenizer.backend_tokenizer.to_str())
+    before, _ = added_ids(ids_by(tokenizer.backend_tokenizer))
     if wanted == "yes" and not before:
         if tokenizer.bos_token_id is None:
             raise DataError(
@@ -68,6 +56,8 @@ def bos_of(tokenizer: PreTrainedTokenizerFast, wanted: AddBos = "auto") -> int |
 
 def with_bos(tokenizer_json: str, bos: int | None) -> str:
     """The tokenizer that begins each text with `bos`, or with nothing, and ends it with nothing."""
+    from tokenizers import Tokenizer
+
     fields = json.loads(tokenizer_json)
     contents = {token["id"]: token["content"] for token in fields["added_tokens"]}
     if bos is not None and bos not in contents:
@@ -81,7 +71,8 @@ def with_bos(tokenizer_json: str, bos: int | None) -> str:
         steps.append(_template(contents[bos], bos))
     fields["post_processor"] = None if not steps else steps[0] if len(steps) == 1 else {"type": "Sequence", "processors": steps}
     changed = json.dumps(fields, ensure_ascii=False)
-    assert added_ids(changed) == ([] if bos is None else [bos], []), added_ids(changed)
+    found = added_ids(ids_by(Tokenizer.from_str(changed)))
+    assert found == ([] if bos is None else [bos], []), found
     return changed
 
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from megatron_dmtd.data.corpora.documents import BadDocument, Document
+from megatron_dmtd.data.corpora.compressed import ByteStream
+from megatron_dmtd.data.corpora.documents import BadDocument, Document, RecordKeys
 
 #: approximate bytes of raw content in a block; a single document may be longer
 BLOCK_BYTES = 4 << 20
@@ -64,6 +65,38 @@ class Input(Protocol):
     def remark(self) -> str:
         """What a user should know of it, once all blocks have been read; empty if nothing."""
         ...
+
+
+class FileInput:
+    """What all inputs of one file share. Subclasses add blocks."""
+
+    def __init__(self, path: Path, keys: RecordKeys) -> None:
+        self.name = str(path)
+        self.description = f"{keys.description} of {path.name}"
+        self.num_bytes = path.stat().st_size
+        self._path, self._keys = path, keys
+
+    def identity(self) -> str:
+        """Path, size and time of change."""
+        return file_identity(self._path)
+
+
+class StreamInput(FileInput):
+    """A file that is read as a stream of bytes, plain or compressed."""
+
+    def __init__(self, path: Path, keys: RecordKeys) -> None:
+        super().__init__(path, keys)
+        self._stream = ByteStream(path)
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the file on disk, as `sha256sum` gives it."""
+        return self._stream.sha256
+
+    @property
+    def remark(self) -> str:
+        """What was left out of the file, once it has been read; empty if nothing."""
+        return self._stream.remark
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

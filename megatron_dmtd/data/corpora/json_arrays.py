@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_dmtd.data.corpora.compressed import ByteStream, DamagedFileError
 from megatron_dmtd.data.corpora.documents import BadDocument, RecordKeys
-from megatron_dmtd.data.corpora.inputs import BLOCK_DOCUMENTS, Block, EntriesBlock, Entry, file_identity
+from megatron_dmtd.data.corpora.inputs import BLOCK_DOCUMENTS, Block, EntriesBlock, Entry, StreamInput
 from megatron_dmtd.errors import DataError
 
 #: bytes of content that are held in memory at once
@@ -24,29 +24,12 @@ def to_lines(path: Path) -> str:
     return f"jq -c '.[]' {path.name} > {path.name.split('.')[0]}.jsonl"
 
 
-class ArrayInput:
+class ArrayInput(StreamInput):
     """A file with one JSON array. Its documents are named `file:item`, counted from 1."""
 
     def __init__(self, path: Path, keys: RecordKeys, *, largest: int = LARGEST_ARRAY) -> None:
-        self.name = str(path)
-        self.description = f"{keys.description} of {path.name}"
-        self.num_bytes = path.stat().st_size
-        self._path, self._keys, self._largest = path, keys, largest
-        self._stream = ByteStream(path)
-
-    def identity(self) -> str:
-        """Path, size and time of change."""
-        return file_identity(self._path)
-
-    @property
-    def sha256(self) -> str:
-        """Digest of the file on disk, as `sha256sum` gives it."""
-        return self._stream.sha256
-
-    @property
-    def remark(self) -> str:
-        """What was left out of the file; empty if nothing."""
-        return self._stream.remark
+        super().__init__(path, keys)
+        self._largest = largest
 
     def blocks(self, block_bytes: int) -> Iterator[Block]:
         """Runs of records. Raises `DataError` if the file is no whole array, or too large to be held in memory."""

@@ -208,7 +208,7 @@ class PartialOutput:
         header = json.loads(json.dumps(header))
         if state is not None and state.header != header:
             if not overwrite:
-                changed = [key for key in header if state.header.get(key) != header[key]]
+                changed = [key for key in header | state.header if state.header.get(key) != header.get(key)]
                 raise DataError(
                     found=f"{self.folder}, an unfinished run with another {' and another '.join(changed)}",
                     required="the same inputs and options, to continue it",

@@ -79,6 +79,7 @@ class _Reference:
         given = ControlIds(eos=eos, pad=eos, mask=eos)
         control = given if manifest is None else ControlIds(eos=eos, pad=manifest.pad_token_id, mask=manifest.mask_token_id)
         self._tokenizer, self._eos = tokenizer, eos
+        self._bos = tokenizer.bos_token_id if manifest is None else manifest.bos_token_id
         self._texts = TextEncoder(encoder_json(tokenizer, control, chats=False))
         self._chats = TextEncoder(encoder_json(tokenizer, control, chats=True), chats=True)
 
@@ -86,7 +87,7 @@ class _Reference:
         """Where the ids of a document differ from those of its text; empty if nowhere."""
         found = ids_N.tolist()
         body = found[:-1] if found and found[-1] == self._eos else found
-        bos = [self._tokenizer.bos_token_id] if body and body[0] == self._tokenizer.bos_token_id is not None else []
+        bos = [self._bos] if self._bos is not None and body[:1] == [self._bos] else []
         as_text = [*bos, *self._again(self._texts, body[len(bos) :])]
         if as_text == body or self._again(self._chats, found) == found:
             return ""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_dmtd.config import Config, DataConfig, from_yaml
-from megatron_dmtd.data.batches.blending import BlendedDataset
+from megatron_dmtd.data.batches.blending import open_blend
 from megatron_dmtd.data.batches.dataset import PackedDataset
 from megatron_dmtd.data.batches.manifest import read_manifest
 from megatron_dmtd.data.batches.packing import Packing
@@ -52,10 +52,10 @@ def open_rows(options: RowOptions) -> ShownRows:
     for prefix in prefixes:
         check_tokenizer(prefix, data.tokenizer)
     cycle_length = options.cycle_length or config.cycle.cycle_length
-    is_blend = bool(data.train_weights) and prefixes == config.data.train
     pad_token_id = data.pad_token_id if options.config else _pad_token_id(prefixes[0])
-    corpora = [
-        PackedDataset(
+
+    def open_corpus(part: tuple[str, ...]) -> PackedDataset:
+        return PackedDataset(
             part,
             seq_length=data.seq_length,
             cycle_length=cycle_length,
@@ -63,9 +63,9 @@ def open_rows(options: RowOptions) -> ShownRows:
             shuffle_seed=data.shuffle_seed,
             packing=data.packing,
         )
-        for part in ([(prefix,) for prefix in prefixes] if is_blend else [prefixes])
-    ]
-    rows = BlendedDataset(corpora, data.train_weights, seed=data.shuffle_seed) if is_blend else corpora[0]
+
+    weights = data.train_weights if prefixes == config.data.train else ()
+    rows = open_blend(open_corpus, prefixes, weights, seed=data.shuffle_seed)
     return ShownRows(rows=rows, tokenizer=data.tokenizer, cycle_length=cycle_length)
 
 

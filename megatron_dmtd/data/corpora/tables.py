@@ -19,7 +19,7 @@ from megatron_dmtd.data.corpora.arrow_files import SUFFIXES as ARROW_SUFFIXES
 from megatron_dmtd.data.corpora.arrow_files import ArrowFile, check_stream_end
 from megatron_dmtd.data.corpora.columns import Fault, values_of
 from megatron_dmtd.data.corpora.documents import BadDocument, RecordKeys
-from megatron_dmtd.data.corpora.inputs import BLOCK_DOCUMENTS, Block, Entry, file_identity
+from megatron_dmtd.data.corpora.inputs import BLOCK_DOCUMENTS, Block, Entry, FileInput
 from megatron_dmtd.errors import DataError
 from megatron_dmtd.infra.digests import sha256_of_file
 
@@ -88,16 +88,14 @@ def _arrow(path: Path, keys: RecordKeys) -> Iterator[_Open]:
         yield _Open(names=file.names, num_rows=None, batches=slices)
 
 
-class TableInput:
+class TableInput(FileInput):
     """A file of columns, parquet or Arrow's own. It is decoded in this process and tokenised in others, a few rows at a time."""
 
     remark = ""
 
     def __init__(self, path: Path, keys: RecordKeys) -> None:
-        self.name = str(path)
-        self.description = f"{keys.description} of {path.name}"
-        self.num_bytes = path.stat().st_size
-        self._path, self._keys, self._sha256 = path, keys, ""
+        super().__init__(path, keys)
+        self._sha256 = ""
         self._is_arrow = path.suffix in ARROW_SUFFIXES
         self._open = functools.partial(_arrow if self._is_arrow else _parquet, path, keys)
         self._kind = f"{'an Arrow' if self._is_arrow else 'a parquet'} file"
@@ -121,10 +119,6 @@ class TableInput:
         except (pyarrow.ArrowException, OSError) as error:
             required, remedy = f"{self._kind}, whole", "make or copy the file again"
             raise DataError(found=f"{where()}: {error}", required=required, remedy=remedy) from error
-
-    def identity(self) -> str:
-        """Path, size and time of change."""
-        return file_identity(self._path)
 
     @property
     def sha256(self) -> str:

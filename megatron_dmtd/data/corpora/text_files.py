@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_dmtd.data.corpora.compressed import COMPRESSIONS, ByteStream, DamagedFileError
 from megatron_dmtd.data.corpora.documents import BadDocument, RecordKeys, text_document
 from megatron_dmtd.data.corpora.formats import UTF8_MARK, format_of, other_encoding
-from megatron_dmtd.data.corpora.inputs import BLOCK_DOCUMENTS, Block, EntriesBlock, Entry, file_identity
+from megatron_dmtd.data.corpora.inputs import BLOCK_DOCUMENTS, Block, EntriesBlock, Entry, StreamInput, file_identity
 from megatron_dmtd.errors import DataError
 from megatron_dmtd.infra.digests import sha256_of_text
 
@@ -93,29 +93,8 @@ def _is_plain(content: bytes) -> bool:
         return False
 
 
-class LinesInput:
+class LinesInput(StreamInput):
     """A .jsonl file, plain or compressed."""
-
-    def __init__(self, path: Path, keys: RecordKeys) -> None:
-        self.name = str(path)
-        self.description = f"{keys.description} of {path.name}"
-        self.num_bytes = path.stat().st_size
-        self._path, self._keys = path, keys
-        self._stream = ByteStream(path)
-
-    def identity(self) -> str:
-        """Path, size and time of change."""
-        return file_identity(self._path)
-
-    @property
-    def sha256(self) -> str:
-        """Digest of the file on disk, as `sha256sum` gives it."""
-        return self._stream.sha256
-
-    @property
-    def remark(self) -> str:
-        """What was left out of the file, once it has been read; empty if nothing."""
-        return self._stream.remark
 
     def blocks(self, block_bytes: int) -> Iterator[Block]:
         """Runs of whole lines. A truncated compressed file yields all its whole lines, then the damage.

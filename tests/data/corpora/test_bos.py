@@ -6,11 +6,12 @@ import pytest
 from tokenizers import Tokenizer, processors
 
 from megatron_dmtd.data.batches.manifest import dump_manifest, manifest_path
-from megatron_dmtd.data.corpora.bos import added_ids, bos_of, bos_of_corpora, check_bos, with_bos
+from megatron_dmtd.data.corpora.bos import bos_of, bos_of_corpora, check_bos, ids_by, with_bos
 from megatron_dmtd.data.corpora.preprocess import PreprocessOptions, preprocess
 from megatron_dmtd.data.corpora.sources import open_inputs
 from megatron_dmtd.data.corpora.tokenizer import load_tokenizer
 from megatron_dmtd.errors import ConfigError, DataError
+from megatron_dmtd.infra.special_tokens import added_ids
 from tests.support.tokenizers import PROCESSORS, chat_tokenizer, with_processor
 
 TEXTS = ["the cat", "é", "on the mat"]
@@ -30,7 +31,7 @@ def plain(folder):
     ("name", "before", "after"), [("none", [], []), ("bos", [1], []), ("both", [1], [0]), ("byte-level", [1], [])]
 )
 def test_what_a_tokenizer_adds_is_seen_from_outside(plain, name, before, after):
-    assert added_ids(with_processor(plain, PROCESSORS[name])) == (before, after)
+    assert added_ids(ids_by(Tokenizer.from_str(with_processor(plain, PROCESSORS[name])))) == (before, after)
 
 
 @pytest.mark.parametrize("bos", [None, 0, 1])
