@@ -1,6 +1,7 @@
 import shutil
 
 import pytest
+from tokenizers import processors
 
 from megatron_dmtd.errors import CheckpointError, DataError
 from megatron_dmtd.inference.text import encode, load_tokenizer
@@ -41,6 +42,17 @@ def test_special_tokens_are_added_unless_a_template_has_done_so():
     tokenizer.add_bos_token = True
     plain = encode(tokenizer, "the fox", add_special_tokens=False)
     assert tokenizer.decode(plain) == "the fox" and encode(tokenizer, "the fox")[-len(plain) :] == plain
+
+
+@pytest.mark.parametrize(("single", "before"), [("<s> $A </s>", [1]), ("$A </s>", []), ("</s> $A", [2]), ("<s> $A", [1])])
+def test_an_end_of_text_that_a_tokenizer_appends_is_left_out_and_nothing_else_is(single, before):
+    """Also where BOS is EOS, and where the text is empty."""
+    tokenizer = metaspace()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=single, special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    for text in ("the fox", "", "x</s>"):
+        assert encode(tokenizer, text) == before + encode(tokenizer, text, add_special_tokens=False)
 
 
 def test_text_that_is_not_unicode_is_refused_with_its_place():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dmtd.data.batches.blending import BlendedDataset, Schedule, exact_shares
+from megatron_dmtd.data.batches.blending import BlendedDataset, Schedule, exact_shares, open_blend
 from megatron_dmtd.data.batches.dataset import PackedDataset
 from megatron_dmtd.data.batches.loader import batches, collate
 from megatron_dmtd.errors import ConfigError
@@ -100,6 +100,17 @@ def test_a_blend_goes_on_at_any_row_on_any_number_of_ranks(blend, consumed, size
         for batch in itertools.islice(stream, 6 // size):
             rows += batch.tokens_BN.tolist()
     assert sorted(rows) == expected
+
+
+def test_each_token_file_has_its_own_weight_and_without_weights_they_are_one_corpus(blend, tmp_path):
+    def open_corpus(prefixes):
+        return PackedDataset(prefixes, seq_length=16, cycle_length=4, pad_token_id=0, shuffle_seed=3)
+
+    prefixes = [str(tmp_path / name) for name in ("a", "b")]
+    again = open_blend(open_corpus, prefixes, [0.25, 0.75], seed=3)
+    assert all(np.array_equal(again[i].tokens_N, blend[i].tokens_N) for i in range(40))
+    whole, expected = open_blend(open_corpus, prefixes, (), seed=3), open_corpus(tuple(prefixes))
+    assert all(np.array_equal(whole[i].tokens_N, expected[i].tokens_N) for i in range(whole.rows_per_epoch))
 
 
 def test_each_corpus_needs_a_weight(blend):
