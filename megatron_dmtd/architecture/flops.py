@@ -29,15 +29,31 @@ def key_value_weights(layer: LayerSpec, hidden_size: int) -> int:
 
 def matrix_weights(layer: LayerSpec, hidden_size: int) -> int:
     """Weights of a layer that multiply a token."""
-    query_and_output = 2 * hidden_size * layer.attention.query_size
-    return query_and_output + key_value_weights(layer, hidden_size) + 3 * hidden_size * layer.mlp.intermediate_size
+    of_queries = 3 if layer.attention.gate is not None else 2  # queries, output, gate
+    return (
+        of_queries * hidden_size * layer.attention.query_size
+        + key_value_weights(layer, hidden_size)
+        + 3 * hidden_size * layer.mlp.intermediate_size
+    )
+
+
+def injection_weights(schedule: Schedule, visit: Visit) -> int:
+    """Weights that multiply each token where a loop takes in what reached its first layer."""
+    loop = schedule.decoder.loop
+    if loop is None or loop.injection != "concat_linear" or not visit.enters_loop:
+        return 0
+    return 2 * schedule.decoder.hidden_size**2
 
 
 def visit_weights(schedule: Schedule, visit: Visit) -> int:
     """Weights that multiply each token in a visit, once per stream that leaves; streams that end give K and V only."""
     layer, hidden_size = schedule.layer(visit), schedule.decoder.hidden_size
     ending = len(visit.streams) - len(visit.outputs)
-    return len(visit.outputs) * matrix_weights(layer, hidden_size) + ending * key_value_weights(layer, hidden_size)
+    return (
+        len(visit.streams) * injection_weights(schedule, visit)
+        + len(visit.outputs) * matrix_weights(layer, hidden_size)
+        + ending * key_value_weights(layer, hidden_size)
+    )
 
 
 def _causal_pairs(length: int, window: int | None) -> int:
@@ -100,5 +116,5 @@ def decoding_weights(schedule: Schedule) -> float:
     decoder, method = schedule.decoder, schedule.method
     reads = dict.fromkeys(("parallel", "sequential"), 0)
     for visit in schedule.visits:
-        reads[visit.pass_name] += matrix_weights(schedule.layer(visit), decoder.hidden_size)
+        reads[visit.pass_name] += matrix_weights(schedule.layer(visit), decoder.hidden_size) + injection_weights(schedule, visit)
     return reads["parallel"] / method.cycle_length + reads["sequential"] + decoder.vocab_size * decoder.hidden_size

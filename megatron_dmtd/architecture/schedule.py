@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
 from megatron_dmtd.architecture.spec import DecoderSpec, LayerSpec
 from megatron_dmtd.cycle.method import Method
@@ -37,7 +38,9 @@ class KVGroup:
     pass_name: str
     """`parallel` or `sequential`: the pass that writes it. It determines how many entries a request has (`num_entries`)."""
     visits: tuple[int, ...]
-    """Indices of the schedule's visits that store here, in order; visit `visits[i]` has place i."""
+    """Indices of the schedule's visits that store here, in order."""
+    num_places: int
+    """Places, one for the K and V of each visit, or of several visits that overwrite each other's."""
     num_key_value_heads: int
     head_dim: int
     window: int | None
@@ -65,7 +68,13 @@ class Visit:
     kv_group: str
     """Name of the group in which they are kept."""
     kv_place: int
-    """Place of this visit in the group."""
+    """Place of its K and V in the group. A visit of a later loop to the same layer may have the same one, and overwrites it."""
+    loop: int = 0
+    """Which run of the looped layers this is, from 1. 0: the layer is not one of them."""
+    enters_loop: bool = False
+    """Whether this is the first layer of a run, before which the hidden states that reached the loop are injected."""
+    leaves_loop: bool = False
+    """Whether this is the last layer of a run, after which `LoopSpec.norm` applies."""
 
     def __post_init__(self) -> None:
         assert self.outputs and set(self.outputs) <= set(self.streams) and self.stored in self.streams, self
@@ -85,9 +94,9 @@ class Schedule:
         assert names == sorted(names) and names[-1] == SEQUENTIAL, names  # "parallel" sorts before "sequential"
         assert {visit.layer for visit in self.visits} == set(range(self.decoder.num_layers)), "a layer that nobody visits"
         for group in self.kv_groups:
-            for place, index in enumerate(group.visits):
-                visit = self.visits[index]
-                assert (visit.kv_group, visit.kv_place) == (group.name, place), (group, visit)
+            stored = [self.visits[index] for index in group.visits]
+            assert {visit.kv_group for visit in stored} == {group.name}, group
+            assert {visit.kv_place for visit in stored} == set(range(group.num_places)), group
         assert sum(len(group.visits) for group in self.kv_groups) == len(self.visits), self.kv_groups
 
     @property
@@ -121,14 +130,39 @@ class Schedule:
         return self.visits[index].streams if index < len(self.visits) else (Stream.REAL,)
 
 
-def _flows(method: Method, num_layers: int) -> Iterator[tuple[int, str, tuple[Stream, ...], tuple[Stream, ...], Stream]]:
-    """(layer, pass, streams in, streams out, stream that is stored) of each visit."""
-    streams, split, real = tuple(Stream(name) for name in method.streams), method.num_parallel_layers, Stream.REAL
-    for layer in range(split):
-        # Of a real stream in the last parallel layer only K and V are ever read (docs/method.md, section 3.1).
-        yield layer, PARALLEL, streams, streams[-1:] if layer == split - 1 else streams, streams[0]
-    for layer in range(split, num_layers):
-        yield layer, SEQUENTIAL, (real,), (real,), real
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Flow:
+    """A visit before its K and V have a place."""
+
+    layer: int
+    loop: int
+    pass_name: str
+    streams: tuple[Stream, ...]
+    outputs: tuple[Stream, ...]
+    stored: Stream
+
+
+def _order(decoder: DecoderSpec, num_loops: int) -> list[tuple[int, int]]:
+    """(layer, loop) of each visit."""
+    loop = decoder.loop
+    if loop is None:
+        return [(layer, 0) for layer in range(decoder.num_layers)]
+    looped = range(loop.first_layer, loop.last_layer + 1)
+    before = [(layer, 0) for layer in range(loop.first_layer)]
+    after = [(layer, 0) for layer in range(loop.last_layer + 1, decoder.num_layers)]
+    return before + [(layer, run) for run in range(1, num_loops + 1) for layer in looped] + after
+
+
+def _flows(order: list[tuple[int, int]], method: Method) -> Iterator[_Flow]:
+    streams, real = tuple(Stream(name) for name in method.streams), Stream.REAL
+    split = sum(layer < method.num_parallel_layers for layer, _ in order)
+    for index, (layer, loop) in enumerate(order):
+        if index < split:
+            # Of a real stream in the last parallel visit only K and V are ever read (docs/method.md, section 3.1).
+            outputs = streams[-1:] if index == split - 1 else streams
+            yield _Flow(layer=layer, loop=loop, pass_name=PARALLEL, streams=streams, outputs=outputs, stored=streams[0])
+        else:
+            yield _Flow(layer=layer, loop=loop, pass_name=SEQUENTIAL, streams=(real,), outputs=(real,), stored=real)
 
 
 def _group_name(pass_name: str, layer: LayerSpec, others: list[LayerSpec]) -> str:
@@ -144,29 +178,48 @@ def _stored_as(layer: LayerSpec) -> tuple[int, int, int | None]:
     return attention.num_key_value_heads, attention.head_dim, attention.window
 
 
-def make_schedule(decoder: DecoderSpec, method: Method) -> Schedule:
-    """The visits of `method` to `decoder`. The configuration is validated, so there is at least one sequential layer."""
+def make_schedule(
+    decoder: DecoderSpec,
+    method: Method,
+    *,
+    num_loops: int | None = None,
+    kv_cache_mode: Literal["per_loop", "last_loop"] | None = None,
+) -> Schedule:
+    """The visits of `method` to `decoder`. The configuration is validated, so there is at least one sequential layer.
+
+    `num_loops` and `kv_cache_mode` replace those of the decoder's loop; without a loop they say nothing.
+    """
     assert method.num_parallel_layers < decoder.num_layers, (method, decoder.num_layers)
-    flows = list(_flows(method, decoder.num_layers))
-    of_pass = {name: [decoder.layers[layer] for layer, other, *_ in flows if other == name] for name in (PARALLEL, SEQUENTIAL)}
-    places: dict[str, list[int]] = {}
+    loop = decoder.loop
+    assert loop is None or not loop.first_layer < method.num_parallel_layers <= loop.last_layer, "a loop in both passes"
+    runs = num_loops if num_loops is not None else loop.num_loops if loop is not None else 1
+    assert runs >= 1, runs
+    mode = kv_cache_mode or (loop.kv_cache_mode if loop is not None else "per_loop")
+    flows = list(_flows(_order(decoder, runs), method))
+    of_pass = {name: [decoder.layers[flow.layer] for flow in flows if flow.pass_name == name] for name in (PARALLEL, SEQUENTIAL)}
+    places: dict[str, dict[tuple[int, int], int]] = {}
+    indices: dict[str, list[int]] = {}
     visits = []
-    for index, (layer, pass_name, streams, outputs, stored) in enumerate(flows):
-        name = _group_name(pass_name, decoder.layers[layer], of_pass[pass_name])
-        group = places.setdefault(name, [])
+    for index, flow in enumerate(flows):
+        name = _group_name(flow.pass_name, decoder.layers[flow.layer], of_pass[flow.pass_name])
+        group = places.setdefault(name, {})
+        kept_as = flow.layer, flow.loop if mode == "per_loop" else 0
         visits.append(
             Visit(
-                layer=layer,
-                pass_name=pass_name,
-                streams=streams,
-                outputs=outputs,
-                stored=stored,
+                layer=flow.layer,
+                pass_name=flow.pass_name,
+                streams=flow.streams,
+                outputs=flow.outputs,
+                stored=flow.stored,
                 kv_group=name,
-                kv_place=len(group),
+                kv_place=group.setdefault(kept_as, len(group)),
+                loop=flow.loop,
+                enters_loop=loop is not None and flow.layer == loop.first_layer,
+                leaves_loop=loop is not None and flow.layer == loop.last_layer,
             )
         )
-        group.append(index)
-    groups = tuple(_kv_group(name, places[name], visits, decoder) for name in places)
+        indices.setdefault(name, []).append(index)
+    groups = tuple(_kv_group(name, indices[name], visits, decoder) for name in indices)
     return Schedule(decoder=decoder, method=method, visits=tuple(visits), kv_groups=groups)
 
 
@@ -177,6 +230,7 @@ def _kv_group(name: str, indices: list[int], visits: list[Visit], decoder: Decod
         name=name,
         pass_name=first.pass_name,
         visits=tuple(indices),
+        num_places=len({visits[index].kv_place for index in indices}),
         num_key_value_heads=heads,
         head_dim=width,
         window=window,

@@ -5,6 +5,13 @@ The arithmetic that the values stand for, in the order of one layer:
     x = x + o(attention(rotate(norm(q(n))), rotate(norm(k(n))), v(n)))    with n = norm(x)
     x = x + down(silu(gate(m)) * up(m))                                   with m = norm(x)
 
+Parts that a layer may have in addition, each absent by default, where `scale` is a `ScaleSpec`:
+
+    query scale      scale * rotate(norm(q(n)))                           instead of rotate(norm(q(n)))
+    attention gate   norm(attention(...) * sigmoid(scale * g(n)))         instead of attention(...)
+    MLP scales       norm(silu(scale * gate(m)) * (scale * up(m)))        instead of silu(gate(m)) * up(m)
+    learned step     norm(a + |scale| * (b - a)), a = norm(x), b = norm(y) instead of x + y
+
 Names of quantities are those of Hugging Face's configurations.
 """
 
@@ -54,9 +61,35 @@ class RotaryProfile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NormSpec:
-    """RMSNorm with a learned scale, computed in fp32 or wider."""
+    """Division of a vector by its length, computed in fp32 or wider."""
 
     eps: float
+    """Added under the root: to the mean square (`rms`), or to the sum of squares (`unit`)."""
+    kind: Literal["rms", "unit"] = "rms"
+    """`rms`: by the root mean square, with a learned scale (RMSNorm). `unit`: by the Euclidean norm, without one."""
+
+    @property
+    def has_weight(self) -> bool:
+        """Whether it has a learned scale."""
+        return self.kind == "rms"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScaleSpec:
+    """A learned factor per channel. Stored is a number s per channel; the factor is `(multiplier * s) ** power`."""
+
+    initial: float
+    """s in a new model."""
+    multiplier: float
+    power: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSpec:
+    """A step towards a part's output instead of a sum with it: see the top of this file (nGPT, arXiv 2410.01131)."""
+
+    scale: ScaleSpec
+    norm: NormSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +108,12 @@ class AttentionSpec:
     output_bias: bool = False
     window: int | None = None
     """Sliding window: most keys that a query sees, its own included. None: no limit."""
+    query_scale: ScaleSpec | None = None
+    """Of each channel of each query head, after rotation."""
+    gate: ScaleSpec | None = None
+    """Of each channel of the projection `g`, whose sigmoid multiplies the joined heads; None: there is no gate."""
+    output_norm: NormSpec | None = None
+    """Norm of all heads together, before the output projection."""
 
     @property
     def query_size(self) -> int:
@@ -92,6 +131,11 @@ class MLPSpec:
     """Gated feed-forward layer with SiLU (SwiGLU), without biases."""
 
     intermediate_size: int
+    gate_scale: ScaleSpec | None = None
+    """Of each channel of the gate, before SiLU."""
+    up_scale: ScaleSpec | None = None
+    inner_norm: NormSpec | None = None
+    """Norm of the gated activation, before the projection down."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +146,39 @@ class LayerSpec:
     mlp: MLPSpec
     norm: NormSpec
     """Before attention and before the MLP."""
+    attention_step: StepSpec | None = None
+    """How the output of attention joins the residual stream; None: it is added."""
+    mlp_step: StepSpec | None = None
+    """The same of the MLP."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopSpec:
+    """Consecutive layers that run several times with the same weights.
+
+    With h the hidden states that reach the first of them, and s those that leave the last one in loop k, loop k takes in:
+
+        residual        norm(s_(k-1) + h), and s_k is normed again; s_0 = h
+        add             s_(k-1) + h; s_0 = 0
+        concat_linear   W [s_(k-1); h]; s_0 = h
+    """
+
+    first_layer: int
+    """Index of the first of the layers."""
+    num_layers: int
+    num_loops: int
+    """How often they run unless something else is asked for; at least 1."""
+    kv_cache_mode: Literal["per_loop", "last_loop"]
+    """What a later token sees of the layers: the keys and values of the same loop, or always those of the last one."""
+    injection: Literal["residual", "add", "concat_linear"]
+    """`residual`: Dory's (arXiv 2611.03998). `concat_linear`: Huginn's (arXiv 2502.05171)."""
+    norm: NormSpec | None
+    """Of `residual`; None for the others."""
+
+    @property
+    def last_layer(self) -> int:
+        """Index of the last of the layers."""
+        return self.first_layer + self.num_layers - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,9 +194,14 @@ class DecoderSpec:
     """Whether the output head is the embedding table."""
     max_position_embeddings: int
     """Longest document, in tokens, that the decoder is meant to process."""
+    logit_scale: ScaleSpec | None = None
+    """Of each logit."""
+    loop: LoopSpec | None = None
+    """Layers that run several times; None: every layer runs once."""
 
     def __post_init__(self) -> None:
         assert self.layers, "a decoder without layers"
+        assert self.loop is None or 0 <= self.loop.first_layer <= self.loop.last_layer < len(self.layers), self.loop
 
     @property
     def num_layers(self) -> int:

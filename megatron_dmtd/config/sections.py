@@ -81,8 +81,33 @@ class ModelConfig:
     """Most keys that a query of a windowed layer sees, its own included. 0: there are no windowed layers."""
     windowed_layers: tuple[int, ...] = setting((), NOT_NEGATIVE, resume=_SHAPE)
     """Indices, from 0, of the layers with a sliding window. Empty: all of them, if `sliding_window` is set."""
+    normalized: bool = setting(False, resume=_SHAPE)
+    """Dory's layers, whose states have norm 1 (nGPT, arXiv 2410.01131): a learned step instead of a sum, norms without weights,
+    learned scales of queries, gates and logits, and a gate on attention. Needs `qk_norm` true and `tie_word_embeddings` false."""
+    step_init: float = setting(0.05, POSITIVE, resume=_SHAPE)
+    """`normalized`: length of a new model's steps."""
+    attention_gate_init: float = setting(0.0, NOT_NEGATIVE, resume=_SHAPE)
+    """`normalized`: factor on a new model's attention gates, before the sigmoid. 0: the square root of `hidden_size`."""
+    second_rope_theta: float = setting(0.0, NOT_NEGATIVE, resume=_SHAPE)
+    """Base of the rotary position embedding of `second_rope_layers`. 0: every layer has `rope_theta`."""
+    second_rope_layers: tuple[int, ...] = setting((), NOT_NEGATIVE, resume=_SHAPE)
+    """Indices, from 0, of the layers with `second_rope_theta`."""
+    num_input_layers: int = setting(0, NOT_NEGATIVE, resume=_SHAPE)
+    """Layers before those that run in a loop. Ignored without a loop."""
+    num_recurrent_layers: int = setting(0, NOT_NEGATIVE, resume=_SHAPE)
+    """Layers that run in a loop, several times with the same weights. 0: every layer runs once."""
+    num_loops: int = setting(1, POSITIVE, resume=may_change("the weights do not depend on it"))
+    """How often the recurrent layers run."""
+    recurrent_kv_cache_mode: Literal["per_loop", "last_loop"] = setting(
+        "per_loop", resume=may_change("training does not depend on it")
+    )
+    """What later tokens see of the recurrent layers in decoding: keys and values of the same loop, or of the last one only."""
+    injection: Literal["residual", "add", "concat_linear"] = setting("residual", resume=_SHAPE)
+    """How each loop takes in the hidden states h that reached the first one. `residual`: norm(s + h), Dory's, for `normalized`;
+    `add`: s + h, with s = 0 at first; `concat_linear`: a matrix times [s; h]."""
     init_std: float = setting(0.02, POSITIVE, resume=_MADE)
-    """Standard deviation of the initial weights; projections back to the residual stream use `init_std / sqrt(2 num_layers)`."""
+    """Standard deviation of the initial weights; projections back to the residual stream use `init_std / sqrt(2 num_layers)`.
+    With `normalized` it is also the unit of the stored scales, and part of the model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

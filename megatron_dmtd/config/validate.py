@@ -55,6 +55,67 @@ def validate_model(model: ModelConfig) -> None:
     )
     _validate_window(model)
     _validate_rope_scaling(model.rope_scaling)
+    _validate_second_rope(model)
+    _validate_normalized(model)
+    _validate_loop(model)
+
+
+def _validate_second_rope(model: ModelConfig) -> None:
+    layers = model.second_rope_layers
+    _require(
+        bool(layers) == (model.second_rope_theta > 0),
+        found=f"model.second_rope_theta = {model.second_rope_theta} with model.second_rope_layers = {list(layers)}",
+        required="both or neither",
+        remedy="set model.second_rope_theta to a positive number and name its layers, or leave out both",
+    )
+    _require(
+        len(set(layers)) == len(layers) and all(0 <= layer < model.num_layers for layer in layers),
+        found=f"model.second_rope_layers = {list(layers)} of {model.num_layers} layers",
+        required=f"different indices from 0 to {model.num_layers - 1}",
+        remedy="correct model.second_rope_layers",
+    )
+
+
+def _validate_normalized(model: ModelConfig) -> None:
+    if not model.normalized:
+        return
+    wrong = {
+        "qk_norm": not model.qk_norm,
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "qkv_bias": model.qkv_bias,
+        "output_bias": model.output_bias,
+    }
+    named = [f"model.{name} = {getattr(model, name)}" for name, is_wrong in wrong.items() if is_wrong]
+    _require(
+        not named,
+        found="model.normalized = True with " + ", ".join(named),
+        required="norms of queries and keys, a head of its own, and no biases",
+        remedy="set qk_norm to true, tie_word_embeddings, qkv_bias and output_bias to false",
+    )
+
+
+def _validate_loop(model: ModelConfig) -> None:
+    if not model.num_recurrent_layers:
+        _require(
+            model.num_loops == 1,
+            found=f"model.num_loops = {model.num_loops} with model.num_recurrent_layers = 0",
+            required="layers that run in the loop",
+            remedy="set model.num_recurrent_layers, or model.num_loops to 1",
+        )
+        return
+    last = model.num_input_layers + model.num_recurrent_layers
+    _require(
+        last <= model.num_layers,
+        found=f"{model.num_input_layers} input and {model.num_recurrent_layers} recurrent layers of {model.num_layers} layers",
+        required="no more than the model has",
+        remedy="change model.num_input_layers or model.num_recurrent_layers; the rest are output layers",
+    )
+    _require(
+        (model.injection == "residual") == model.normalized,
+        found=f"model.injection = {model.injection} with model.normalized = {model.normalized}",
+        required="residual in a normalized decoder, add or concat_linear in another",
+        remedy=f"set model.injection to {'residual' if model.normalized else 'add or concat_linear'}",
+    )
 
 
 def _validate_window(model: ModelConfig) -> None:
@@ -122,6 +183,13 @@ def validate_cycle(cycle: CycleConfig, model: ModelConfig) -> None:
         required="at least one parallel and one sequential layer, which add up to model.num_layers",
         remedy=f"set cycle.num_parallel_layers between 1 and {model.num_layers - 1}",
     )
+    first, last = model.num_input_layers, model.num_input_layers + model.num_recurrent_layers
+    _require(
+        not first < cycle.num_parallel_layers < last,
+        found=f"cycle.num_parallel_layers = {cycle.num_parallel_layers} inside the loop of layers {first} to {last - 1}",
+        required="a loop that lies in one of the two parts",
+        remedy=f"set cycle.num_parallel_layers to {first} or less, or to {last} or more",
+    )
     _require(
         0 <= cycle.mask_token_id < model.vocab_size,
         found=f"cycle.mask_token_id = {cycle.mask_token_id}",
@@ -178,11 +246,13 @@ def _validate_stages(parallel: ParallelConfig, model: ModelConfig, cycle: CycleC
         remedy="set parallel.virtual_stages to 1, or parallel.pipeline to 2 or more",
     )
     num_stages = parallel.pipeline * parallel.virtual_stages
+    num_parts = model.num_layers - max(model.num_recurrent_layers - 1, 0)
+    with_loop = f", {model.num_recurrent_layers} of them in a loop" if model.num_recurrent_layers else ""
     _require(
-        num_stages <= model.num_layers,
-        found=f"{num_stages} pipeline stages for {model.num_layers} layers",
-        required="at least one layer on each stage",
-        remedy=f"set parallel.pipeline times parallel.virtual_stages to {model.num_layers} or less",
+        num_stages <= num_parts,
+        found=f"{num_stages} pipeline stages for {model.num_layers} layers{with_loop}",
+        required="at least one layer on each stage" + (", and the whole loop on one" if with_loop else ""),
+        remedy=f"set parallel.pipeline times parallel.virtual_stages to {num_parts} or less",
     )
     if not parallel.stage_layers:
         return
@@ -201,8 +271,15 @@ def _validate_stages(parallel: ParallelConfig, model: ModelConfig, cycle: CycleC
         required=f"exactly the model's {model.num_layers} layers",
         remedy="correct parallel.stage_layers",
     )
+    boundaries = [sum(stages[: i + 1]) for i in range(len(stages))]
+    first, last = model.num_input_layers, model.num_input_layers + model.num_recurrent_layers
+    _require(
+        not any(first < end < last for end in boundaries),
+        found=f"stages end after layers {boundaries}",
+        required=f"the loop of layers {first} to {last - 1} on one stage",
+        remedy="move the boundary, or leave parallel.stage_layers empty",
+    )
     if not cycle.is_vanilla and num_stages > 1:
-        boundaries = [sum(stages[: i + 1]) for i in range(len(stages))]
         _require(
             cycle.num_parallel_layers in boundaries,
             found=f"stages end after layers {boundaries}",

@@ -137,25 +137,56 @@ def _largest(costs: list[int], counts: list[int]) -> int:
     return largest
 
 
+def _parts(schedule: Schedule) -> list[list[int]]:
+    """Indices of the visits that must be on one stage together: a whole loop, or a single visit."""
+    parts: list[list[int]] = []
+    for index, visit in enumerate(schedule.visits):
+        if visit.loop and index and schedule.visits[index - 1].loop:
+            parts[-1].append(index)
+        else:
+            parts.append([index])
+    return parts
+
+
 def stage_visits(schedule: Schedule, *, num_stages: int) -> tuple[int, ...]:
     """Visits per stage, balanced by cost, with a boundary at the split if there is more than one stage."""
-    costs = [visit_cost(schedule, visit) for visit in schedule.visits]
+    parts = _parts(schedule)
+    costs = [sum(visit_cost(schedule, schedule.visits[index]) for index in part) for part in parts]
     costs[-1] += head_cost(schedule)
-    split = schedule.split
+    split = sum(part[-1] < schedule.split for part in parts)
+    counts = _balanced(costs, split, num_stages)
+    ends = [sum(counts[: stage + 1]) for stage in range(num_stages)]
+    return tuple(sum(map(len, parts[end - count : end])) for count, end in zip(counts, ends, strict=True))
+
+
+def _balanced(costs: list[int], split: int, num_stages: int) -> list[int]:
+    """Items per stage."""
     if num_stages == 1 or split == 0:
-        return tuple(_cut(costs, num_stages))
+        return _cut(costs, num_stages)
     candidates = []
     for before in range(1, num_stages):
         after = num_stages - before
-        if before <= split and after <= schedule.num_visits - split:
+        if before <= split and after <= len(costs) - split:
             counts = _cut(costs[:split], before) + _cut(costs[split:], after)
             candidates.append((_largest(costs, counts), counts))
-    return tuple(min(candidates)[1])
+    return min(candidates)[1]
+
+
+def _visits_of_layers(schedule: Schedule, stage_layers: tuple[int, ...]) -> tuple[int, ...]:
+    """Visits per stage, from layers per stage; no stage ends inside a loop."""
+    counts, first = [], 0
+    for layers in stage_layers:
+        counts.append(sum(first <= visit.layer < first + layers for visit in schedule.visits))
+        first += layers
+    return tuple(counts)
 
 
 def place_schedule(schedule: Schedule, parallel: ParallelConfig) -> Placement:
     """A schedule on the pipeline of a validated layout: as configured, or balanced by cost."""
-    counts = parallel.stage_layers or stage_visits(schedule, num_stages=parallel.pipeline * parallel.virtual_stages)
+    if parallel.stage_layers:
+        counts = _visits_of_layers(schedule, parallel.stage_layers)
+    else:
+        counts = stage_visits(schedule, num_stages=parallel.pipeline * parallel.virtual_stages)
     stages, first = [], 0
     for index, count in enumerate(counts):
         stages.append(

@@ -6,6 +6,7 @@ from megatron_dmtd.architecture import (
     AttentionSpec,
     DecoderSpec,
     LayerSpec,
+    LoopSpec,
     MLPSpec,
     NormSpec,
     RotaryProfile,
@@ -39,3 +40,9 @@ def windowed(*, window: int, pattern: tuple[bool, ...]) -> DecoderSpec:
     """The same with sliding windows where `pattern` is true."""
     layer = replace(LAYER, attention=replace(LAYER.attention, window=window))
     return decoder(layers=uniform_layers(layer, len(pattern), is_windowed=pattern))
+
+
+def looped(*, first: int = 1, num: int = 2, num_loops: int = 3, mode: str = "per_loop", injection: str = "add") -> DecoderSpec:
+    """The same with `num` layers from `first` in a loop."""
+    loop = LoopSpec(first_layer=first, num_layers=num, num_loops=num_loops, kv_cache_mode=mode, injection=injection, norm=None)
+    return decoder(loop=loop)

@@ -64,7 +64,7 @@ def test_visits_and_head_add_up_to_the_step(kind):
 def test_a_layer_that_is_visited_twice_costs_twice_and_has_its_parameters_once():
     once = make_schedule(decoder(), ORDINARY)
     again = dataclasses.replace(once.visits[2], kv_place=4)
-    group = dataclasses.replace(once.kv_groups[0], visits=(0, 1, 2, 3, 4))
+    group = dataclasses.replace(once.kv_groups[0], visits=(0, 1, 2, 3, 4), num_places=5)
     assert isinstance(group, KVGroup)
     twice = Schedule(decoder=once.decoder, method=ORDINARY, visits=(*once.visits, again), kv_groups=(group,))
     assert training_flops(twice, document_lengths=[8]) - training_flops(once, document_lengths=[8]) == visit_flops(

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_dmtd.architecture import Schedule, Stream, make_schedule
 from megatron_dmtd.cycle import ORDINARY, VARIANTS, Method
-from tests.architecture.decoders import decoder, windowed
+from tests.architecture.decoders import decoder, looped, windowed
 
 REAL, SHADOW = Stream.REAL, Stream.SHADOW
 
@@ -69,3 +69,34 @@ def test_a_schedule_whose_visits_leave_out_a_layer_is_no_schedule():
     found = schedule("causal-refresh")
     with pytest.raises(AssertionError, match="nobody visits"):
         dataclasses.replace(found, decoder=dataclasses.replace(found.decoder, layers=found.decoder.layers * 2))
+
+
+def test_looped_layers_are_visited_once_per_loop():
+    found = make_schedule(looped(), ORDINARY)
+    assert [(visit.layer, visit.loop) for visit in found.visits] == [
+        (0, 0), (1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3), (3, 0),
+    ]  # fmt: skip
+    assert [index for index, visit in enumerate(found.visits) if visit.enters_loop] == [1, 3, 5]
+    assert [index for index, visit in enumerate(found.visits) if visit.leaves_loop] == [2, 4, 6]
+    assert [visit.layer for visit in make_schedule(looped(), ORDINARY, num_loops=1).visits] == [0, 1, 2, 3]
+
+
+def test_each_loop_has_places_of_its_own_unless_only_the_last_is_kept():
+    each = make_schedule(looped(), ORDINARY)
+    assert [visit.kv_place for visit in each.visits] == list(range(8)) and each.group("sequential").num_places == 8
+    last = make_schedule(looped(), ORDINARY, kv_cache_mode="last_loop")
+    assert [visit.kv_place for visit in last.visits] == [0, 1, 2, 1, 2, 1, 2, 3]
+    assert (
+        last.group("sequential").num_places == make_schedule(looped(), ORDINARY, num_loops=1).group("sequential").num_places == 4
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_loop_of_parallel_layers_runs_once_per_cycle(variant):
+    method = Method(variant=variant, cycle_length=4, mask_token_id=9, num_parallel_layers=3)
+    found = make_schedule(looped(), method)
+    assert found.split == 7 and [visit.pass_name for visit in found.visits] == ["parallel"] * 7 + ["sequential"]
+    # The real stream of a refreshed history ends at the last parallel visit, not at the last visit of the first loop.
+    assert [len(visit.outputs) for visit in found.visits[:7]] == [len(method.streams)] * 6 + [1]
+    with pytest.raises(AssertionError, match="a loop in both passes"):
+        make_schedule(looped(), dataclasses.replace(method, num_parallel_layers=2))

@@ -85,3 +85,31 @@ def test_a_vanilla_model_has_no_split() -> None:
     placement = place(tiny_config("vanilla", model={"tie_word_embeddings": False}, parallel={"pipeline": 2}))
     assert not any(stage.has_split for stage in placement.stages)
     assert placement.table_stages == (0,)
+
+
+LOOPED = {"num_layers": 8, "num_input_layers": 2, "num_recurrent_layers": 3, "num_loops": 4, "injection": "add"}
+
+
+@pytest.mark.parametrize("pipeline", range(1, 7))
+def test_a_loop_is_never_cut_and_costs_as_much_as_its_visits(pipeline: int) -> None:
+    placement = place(tiny_config(model=LOOPED, cycle={"variant": "vanilla"}, parallel={"pipeline": pipeline}))
+    assert [layer for stage in placement.stages for layer in stage.layers] == list(range(8))
+    assert [len(stage.visits) for stage in placement.stages if {2, 3, 4} <= set(stage.layers)] == [
+        12 + sum(layer not in (2, 3, 4) for stage in placement.stages for layer in stage.layers if {2, 3, 4} <= set(stage.layers))
+    ]
+    if pipeline == 3:  # 2, 12 and 3 visits: the loop stands alone
+        assert [stage.layers for stage in placement.stages] == [(0, 1), (2, 3, 4), (5, 6, 7)]
+
+
+def test_configured_stages_are_counted_in_layers() -> None:
+    config = tiny_config(model=LOOPED, cycle={"variant": "vanilla"}, parallel={"pipeline": 2, "stage_layers": (6, 2)})
+    assert _stages(config) == (2 + 12 + 1, 2)
+
+
+def test_a_loop_may_lie_in_the_parallel_pass() -> None:
+    config = tiny_config(model=LOOPED, cycle={"num_parallel_layers": 6}, parallel={"pipeline": 3})
+    placement = place(config)
+    assert [stage.layers for stage in placement.stages] == [(0, 1), (2, 3, 4, 5), (6, 7)] or [
+        stage.layers for stage in placement.stages
+    ] == [(0, 1, 2, 3, 4), (5,), (6, 7)]
+    assert [stage.has_split for stage in placement.stages] == [False, False, True]

@@ -22,7 +22,7 @@ PageCounts = dict[str, int]
 
 def page_bytes(schedule: Schedule, codec: Codec, *, page_size: int) -> int:
     """Memory of one page of every group: K and V of all visits."""
-    return sum(len(group.visits) * codec.page_bytes(page_shape(group, page_size)) for group in schedule.kv_groups)
+    return sum(group.num_places * codec.page_bytes(page_shape(group, page_size)) for group in schedule.kv_groups)
 
 
 def page_shape(group: KVGroup, page_size: int) -> PageShape:
@@ -39,7 +39,9 @@ class GroupStore:
         self.group = group
         self.pages = PagePool(num_pages=num_pages, page_size=page_size, name=group.name)
         shape, total = page_shape(group, page_size), num_pages + num_scratch_pages
-        self.places: tuple[EncodedPages, ...] = tuple(codec.allocate(shape, num_pages=total, device=device) for _ in group.visits)
+        self.places: tuple[EncodedPages, ...] = tuple(
+            codec.allocate(shape, num_pages=total, device=device) for _ in range(group.num_places)
+        )
         """K and V of each of the group's visits."""
 
 
