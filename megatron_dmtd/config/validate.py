@@ -235,6 +235,13 @@ def validate_parallel(parallel: ParallelConfig, model: ModelConfig, cycle: Cycle
         required="both of them",
         remedy="set all three, or parallel.overlap_param_gather to false",
     )
+    # Megatron starts to reduce a gradient when it first arrives; recompute brings that of a looped layer in parts, run by run.
+    _require(
+        not (parallel.overlap_grad_reduce and parallel.recompute == "full" and model.num_recurrent_layers),
+        found="parallel.overlap_grad_reduce with parallel.recompute = full in a model with a loop",
+        required="one of the two",
+        remedy="set parallel.overlap_grad_reduce to false, or parallel.recompute to none or selective",
+    )
     _validate_stages(parallel, model, cycle)
 
 

@@ -45,13 +45,20 @@ class StreamAttentionCore(MegatronModule):
         /,
         *,
         packed_seq_params: VisitStreams,
+        query_factor: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """The queries are those of the streams that leave the visit, keys and values those of all; [s, b, heads * width]."""
+        """The queries are those of the streams that leave the visit, keys and values those of all; [s, b, heads * width].
+
+        `query_factor`, if there is one, multiplies each channel of the rotated queries; [heads * width].
+        """
         assert attention_mask is None, "visibility comes from the streams, not from a mask"
         visit = packed_seq_params
         query_angles, key_angles = visit.rotary_angles(self.attention)
-        q_BHND = _to_backend(self._rotate(query, query_angles))
+        rotated_sbhd = self._rotate(query, query_angles)
+        if query_factor is not None:
+            rotated_sbhd = (rotated_sbhd * query_factor.view(rotated_sbhd.shape[2:])).to(query.dtype)
+        q_BHND = _to_backend(rotated_sbhd)
         k_BGND, v_BGND = _to_backend(self._rotate(key, key_angles)), _to_backend(value)
         queries = dict(zip(visit.outputs, q_BHND.chunk(len(visit.outputs)), strict=True))
         streams = len(visit.streams)

@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_dmtd.config import ModelConfig
-from megatron_dmtd.models.model import OUTPUT_KEY, ROW_PARALLEL, TABLE_KEY, CycleModel
+from megatron_dmtd.models.model import INJECTION_KEY, OUTPUT_KEY, ROW_PARALLEL, TABLE_KEY, CycleModel
 
 
 def global_name(name: str, model: CycleModel) -> str:
@@ -50,14 +50,23 @@ def _part(matrix: torch.Tensor, name: str, *, dim: int, rank: int, size: int) ->
     return matrix.chunk(size, dim=dim)[rank]
 
 
+def fill_injection(weight: torch.Tensor) -> None:
+    """Make the injection `concat_linear` the mean of the two states that it takes in; the weight is [X, 2X]."""
+    half = 0.5 * torch.eye(weight.shape[0])
+    weight.copy_(torch.cat((half, half), dim=1))
+
+
 @torch.no_grad()
 def initialize_weights(model: CycleModel, *, seed: int) -> None:
-    """Fill a stage's parameters: matrices from a normal distribution, norms with ones, biases with zeros."""
+    """Fill a stage's parameters: matrices from a normal distribution, norms with ones, biases with zeros, scales as specified."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
     for local, parameter in model.named_parameters():
         if parameter.dim() == 1:
-            parameter.fill_(0.0 if local.endswith(".bias") else 1.0)
+            parameter.fill_(getattr(parameter, "initial_value", 0.0 if local.endswith(".bias") else 1.0))
+            continue
+        if local == INJECTION_KEY:
+            fill_injection(parameter)
             continue
         name = global_name(local, model)
         dim = parameter.partition_dim

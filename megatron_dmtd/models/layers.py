@@ -5,6 +5,7 @@ Hidden states are Megatron's [s, b, h]: see `streams`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -16,7 +17,7 @@ from megatron_dmtd.architecture import LayerSpec
 from megatron_dmtd.models.attention import attention_part
 from megatron_dmtd.models.mlp import mlp_part
 from megatron_dmtd.models.norm import norm_spec
-from megatron_dmtd.models.residual import residual_add
+from megatron_dmtd.models.residual import residual_part
 from megatron_dmtd.models.streams import VisitStreams, select_rows
 
 
@@ -42,6 +43,8 @@ class StreamLayer(TransformerLayer):
 
     def __init__(self, config: Any, submodules: TransformerLayerSubmodules, *, settings: dict[str, Any], **keywords: Any) -> None:
         super().__init__(_with_settings(config, settings), submodules, **keywords)
+        # Megatron turns gradients on here, for fused kernels that are not used. Runs of a loop may be without gradients.
+        self.bias_dropout_add_exec_handler = contextlib.nullcontext
 
     def _forward_attention(
         self, hidden_states: torch.Tensor, *, packed_seq_params: VisitStreams, **keywords: Any
@@ -62,17 +65,20 @@ class StreamLayer(TransformerLayer):
             return add(attended, residual, self.hidden_dropout), None
 
 
-def layer_spec(layer: LayerSpec) -> ModuleSpec:
-    """The spec from which Megatron's block builds a layer. What differs between visits is passed with each call."""
+def layer_spec(layer: LayerSpec, config: Any) -> ModuleSpec:
+    """The spec from which Megatron's block builds a layer. What differs between visits is passed with each call.
+
+    `config` is Megatron's, which it does not pass to what joins the residual stream.
+    """
     return ModuleSpec(
         module=StreamLayer,
         params={"settings": layer_settings(layer)},
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm_spec(layer.norm),
             self_attention=attention_part(layer.attention).spec,
-            self_attn_bda=residual_add(),
+            self_attn_bda=residual_part(layer.attention_step, config),
             pre_mlp_layernorm=norm_spec(layer.norm),
             mlp=mlp_part(layer.mlp).spec,
-            mlp_bda=residual_add(),
+            mlp_bda=residual_part(layer.mlp_step, config),
         ),
     )

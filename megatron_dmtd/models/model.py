@@ -26,12 +26,15 @@ from megatron_dmtd.config import Config
 from megatron_dmtd.cycle import shadow_ids
 from megatron_dmtd.models.block import CycleBlock
 from megatron_dmtd.models.rotary import RotaryAngles
+from megatron_dmtd.models.scales import factor, scale_parameter, split_scales
 from megatron_dmtd.models.streams import MicrobatchStreams, select_rows
 from megatron_dmtd.models.vocab import padded_vocab_size
 from megatron_dmtd.parallel.placement import Placement, Stage
 
 TABLE_KEY = "embedding.word_embeddings.weight"
 OUTPUT_KEY = "output_layer.weight"
+INJECTION_KEY = "decoder.injection.weight"
+LOGIT_SCALE_KEY = "logit_scale"
 #: projections back to the residual stream: split along their inputs, every other matrix along its outputs
 ROW_PARALLEL = ("linear_proj.weight", "linear_fc2.weight")
 
@@ -79,6 +82,10 @@ class CycleModel(LanguageModule):
                 skip_weight_param_allocation=decoder.tie_word_embeddings and self.stage.has_embedding,
                 tp_group=groups.tp,
             )
+        self.logit_scale = None
+        if self.stage.has_output and decoder.logit_scale is not None:
+            rows = self.padded_vocab_size // groups.tp.size()
+            self.logit_scale = scale_parameter(decoder.logit_scale, rows, self.config, is_split=True)
 
     def _mark_partitions(self) -> None:
         """Mark the matrices that are split over tensor ranks. Megatron does so when it initialises weights, which we do instead.
@@ -86,7 +93,7 @@ class CycleModel(LanguageModule):
         Its gradient norm counts parameters without the mark once per tensor-parallel group.
         """
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() == 2 and name != INJECTION_KEY:
                 dim = 1 if name.endswith(ROW_PARALLEL) else 0
                 tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dim, 1)
 
@@ -128,7 +135,8 @@ class CycleModel(LanguageModule):
         """Megatron's sharded state; every copy of the table is a replica of the first stage's."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
-        for name in (TABLE_KEY, OUTPUT_KEY):
+        state |= split_scales(self, prefix, sharded_offsets, metadata, tp_group=self.tp_group)
+        for name in (TABLE_KEY, OUTPUT_KEY, LOGIT_SCALE_KEY):
             if prefix + name in state:
                 state[prefix + name].allow_shape_mismatch = True
         table = self.shared_embedding_or_output_weight()
@@ -201,6 +209,9 @@ class CycleModel(LanguageModule):
     def _head(self, hidden_sbh: torch.Tensor, labels_BN: torch.Tensor | None) -> torch.Tensor:
         weight = self.shared_embedding_or_output_weight() if self.placement.tied else None
         logits_NBV, _ = self.output_layer(hidden_sbh, weight=weight)
+        scale = self.schedule.decoder.logit_scale
+        if self.logit_scale is not None and scale is not None:
+            logits_NBV = logits_NBV * factor(self.logit_scale, scale)  # stays fp32: the loss is computed in it
         self._hide_padded_rows(logits_NBV)
         if labels_BN is not None:
             return self.compute_language_model_loss(labels_BN, logits_NBV)

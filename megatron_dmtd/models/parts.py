@@ -16,6 +16,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 class Part:
     """One part of a layer, ready to be built."""
 
-    spec: ModuleSpec
+    spec: ModuleSpec | type
     settings: dict[str, Any]
     """Fields of TransformerConfig. They differ between layers if the decoder's layers do."""

@@ -6,27 +6,10 @@ from typing import Any
 
 import torch
 
-from megatron_dmtd.architecture import DecoderSpec
 from megatron_dmtd.config import Config
-from megatron_dmtd.errors import ConfigError
 from megatron_dmtd.parallel.placement import Placement, place
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def _refuse_unbuilt(decoder: DecoderSpec) -> None:
-    """Parts that settings can describe and no builder makes yet."""
-    parts = {
-        "model.normalized": any(layer.attention_step is not None for layer in decoder.layers),
-        "model.num_recurrent_layers": decoder.loop is not None,
-    }
-    named = [name for name, is_there in parts.items() if is_there]
-    if named:
-        raise ConfigError(
-            found=f"a model with {' and '.join(named)}",
-            required="parts that can be trained",
-            remedy="leave these settings at their defaults",
-        )
 
 
 def pipeline_layout(placement: Placement) -> list[list[str]] | None:
@@ -64,7 +47,6 @@ def transformer_config(config: Config, *, on_cuda: bool) -> Any:
 
     parallel, placement = config.parallel, place(config)
     decoder = placement.schedule.decoder
-    _refuse_unbuilt(decoder)
     dtype = DTYPES[config.training.precision]
     return TransformerConfig(
         num_layers=decoder.num_layers,

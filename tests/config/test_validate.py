@@ -70,6 +70,13 @@ BAD: list[tuple[dict[str, dict[str, Any]], str]] = [
         {"model": {"num_recurrent_layers": 2, "injection": "add"}, "parallel": {"pipeline": 2, "stage_layers": (1, 3)}},
         "stages end after layers [1, 4]",
     ),
+    (
+        {
+            "model": {"num_recurrent_layers": 2, "injection": "add"},
+            "parallel": {"overlap_grad_reduce": True, "recompute": "full"},
+        },
+        "parallel.overlap_grad_reduce with parallel.recompute = full in a model with a loop",
+    ),
     ({"parallel": {"pipeline": 2, "stage_layers": (4,)}}, "lists 1 stages (4), parallel.pipeline is 2"),
     ({"parallel": {"pipeline": 2, "stage_layers": (4, 0)}}, "parallel.stage_layers = [4, 0]"),
     ({"parallel": {"pipeline": 2, "stage_layers": (2, 1)}}, "parallel.stage_layers = 2 + 1 = 3 layers"),

@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from megatron_dmtd.errors import ConfigError
 from megatron_dmtd.models.transformer_config import DTYPES, pipeline_layout, transformer_config
 from megatron_dmtd.parallel.placement import place
 from megatron_dmtd.platform import prepare_megatron
@@ -63,12 +62,3 @@ def test_virtual_stages_take_the_message_pair_that_trains_right():
     virtual = transformer_config(tiny_config(parallel={"pipeline": 2, "virtual_stages": 2}), on_cuda=False)
     assert (virtual.overlap_p2p_comm, virtual.batch_p2p_comm) == (True, False)
     assert virtual.virtual_pipeline_model_parallel_size == 2
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [{"normalized": True, "tie_word_embeddings": False}, {"num_recurrent_layers": 2, "injection": "add", "num_loops": 2}],
-)
-def test_what_no_builder_makes_is_refused(changed):
-    with pytest.raises(ConfigError, match="parts that can be trained"):
-        transformer_config(tiny_config("vanilla", model=changed), on_cuda=False)

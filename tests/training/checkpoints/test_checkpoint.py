@@ -88,9 +88,18 @@ def test_every_variant_resumes_bitwise(variant: str, corpus: tuple[str, str], tm
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
-def test_a_checkpoint_of_one_layout_resumes_in_another(tied: bool, corpus: tuple[str, str], tmp_path: Path) -> None:
-    model = {"model": {"tie_word_embeddings": tied}}
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tie_word_embeddings": True},
+        pytest.param({"tie_word_embeddings": False}, marks=pytest.mark.slow),
+        {"normalized": True, "tie_word_embeddings": False, "num_recurrent_layers": 1, "num_loops": 2},
+        pytest.param({"num_recurrent_layers": 1, "num_loops": 2, "injection": "concat_linear"}, marks=pytest.mark.slow),
+    ],
+    ids=["tied", "untied", "normalized", "looped"],
+)
+def test_a_checkpoint_of_one_layout_resumes_in_another(settings: dict[str, Any], corpus: tuple[str, str], tmp_path: Path) -> None:
+    model = {"model": settings}
     whole = run_ranks(1, train_to, _config(corpus, "", **model), 6)[0]
     losses: list[float] = []
     for world_size, parallel, steps in (
