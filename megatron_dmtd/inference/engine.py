@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Ids
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -22,9 +23,9 @@ from typing import Any, Literal
 from megatron_dmtd.errors import ConfigError, DataError, DMTDError
 from megatron_dmtd.inference.admission import check_length_cap, check_params, checked_ids, checked_prompt, token_ids_of
 from megatron_dmtd.inference.assembly import make_store, native_refusal, step_mode
-from megatron_dmtd.inference.cache_ops.admission import edited_sequence, evicted, timeline_of
+from megatron_dmtd.inference.cache_ops.admission import check_decoder, edited_sequence, evicted, timeline_of
 from megatron_dmtd.inference.cache_ops.pages import StorePages
-from megatron_dmtd.inference.cache_ops.program import CacheState
+from megatron_dmtd.inference.cache_ops.program import CacheState, Timeline
 from megatron_dmtd.inference.cache_ops.tree import CacheTree
 from megatron_dmtd.inference.completion import refused
 from megatron_dmtd.inference.config import EngineConfig, checked_config
@@ -32,6 +33,7 @@ from megatron_dmtd.inference.detokenizer import Detokenizer, TokenDecoder
 from megatron_dmtd.inference.devices import device_of, dtype_of, matrix_dtype_of
 from megatron_dmtd.inference.kv.prefix import PrefixIndex
 from megatron_dmtd.inference.loading import load_model
+from megatron_dmtd.inference.loops import KVMode, Pieces, check_arguments, checked_chunk, request_loops, scheduled_with, shared
 from megatron_dmtd.inference.requests import Completion, Event, Request
 from megatron_dmtd.inference.runner import Runner, num_scratch_pages
 from megatron_dmtd.inference.sampling_params import SamplingParams
@@ -54,6 +56,10 @@ class Engine:
             a model stored in bfloat16 the very same numbers. Default: `dtype`.
         device: Default: the accelerator if there is one, else the CPU.
         variant: "vanilla" to decode a DMTD model's weights as an ordinary decoder.
+        num_loops: How often looped layers run, unless a request says otherwise (docs/loops.md). Default: as the model says.
+        kv_mode: "per_loop" or "last_loop", what is cached of looped layers. Default: as the model says.
+        prefill_chunk: Most tokens of a prompt computed at once, in place of the config's `chunk_tokens`; with "last_loop" a
+            prompt is computed in pieces of exactly so many.
 
     Raises:
         ModelError: The directory's configuration is missing, or of a model that is not computed here.
@@ -71,16 +77,34 @@ class Engine:
         matrix_dtype: str | None = None,
         device: str | None = None,
         variant: str | None = None,
+        num_loops: int | None = None,
+        kv_mode: KVMode | None = None,
+        prefill_chunk: int | None = None,
     ) -> None:
         config = checked_config(config)
-        if not isinstance(model, ModelWeights):
-            types = dtype_of(dtype), matrix_dtype_of(matrix_dtype, dtype)
-            model = load_model(model, dtype=types[0], matrix_dtype=types[1], device=device_of(device), variant=variant)
+        check_arguments(num_loops, kv_mode, prefill_chunk)
+        if isinstance(model, ModelWeights):
+            model = replace(model, schedule=scheduled_with(model.schedule, num_loops, kv_mode))
+        else:
+            model = load_model(
+                model,
+                dtype=dtype_of(dtype),
+                matrix_dtype=matrix_dtype_of(matrix_dtype, dtype),
+                device=device_of(device),
+                variant=variant,
+                num_loops=num_loops,
+                kv_mode=kv_mode,
+            )
         config.check_pages(model.method.cycle_length)
         self.model, self.config, self.method = model, config, model.method
+        self.prefill_chunk = checked_chunk(prefill_chunk, config.chunk_tokens, model.schedule.decoder, model.method)
+        """Most tokens of a prompt computed at once; exactly so many where numbers depend on them."""
         mode = step_mode(config, model.device)
         self.store, self.max_length = make_store(model, config, num_scratch_pages=num_scratch_pages(mode, config.max_batch))
-        self.prefix_index = PrefixIndex(self.store) if config.prefix_caching else None
+        shares_places = shared(model.schedule.decoder) is not None
+        # Where loops share places, reading a cycle again would write over what others read meanwhile, loop by loop.
+        caches_prefixes = config.prefix_caching and (self.method.is_vanilla or not shares_places)
+        self.prefix_index = PrefixIndex(self.store) if caches_prefixes else None
         self.tree = CacheTree(StorePages(self.store), drop_aware=config.drop_aware_eviction) if config.prefix_caching else None
         self.kernel_note = native_refusal(model, config)
         """Why native kernels are not used; empty if they are."""
@@ -95,7 +119,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.store,
             num_slots=config.max_batch,
-            chunk_tokens=config.chunk_tokens,
+            chunk_tokens=self.prefill_chunk,
             align_heads=config.align_heads,
             prefix_index=self.prefix_index,
             tree=self.tree,
@@ -143,17 +167,21 @@ class Engine:
             DataError: The prompt is empty, too long, or has ids outside the vocabulary, or a cache operation is wrong.
             ConfigError: A parameter is impossible.
         """
-        check_params(params, self.model.schedule.decoder.vocab_size)
+        decoder = self.model.schedule.decoder
+        check_params(params, decoder.vocab_size)
+        loops = request_loops(decoder, params.num_loops)
         check_length_cap(max_new_tokens, params)
         prompt = self.check_prompt(prompt_ids, max_new_tokens) if cache is None else self._checked_ids(prompt_ids)
+        length = None if shared(decoder) is None else self.prefill_chunk
+        pieces = Pieces(prompt_length=len(prompt), loops=loops, length=length)
         sequences = [
-            Sequence(tokens=list(prompt), reuses_prefix=params.prompt_logprobs is None or sample > 0)
+            Sequence(tokens=list(prompt), reuses_prefix=params.prompt_logprobs is None or sample > 0, pieces=pieces)
             for sample in range(params.n)
         ]
         if cache is not None:
             self._add_operations(sequences, max_new_tokens, cache)
         stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self.model.stop_token_ids)))
-        decoder = self.token_decoder if params.stop or params.detokenize else None
+        texts = self.token_decoder if params.stop or params.detokenize else None
         request_id = self._take_id()
         requests = [
             Request(
@@ -164,7 +192,7 @@ class Engine:
                 params=params,
                 sequence=sequence,
                 stop_ids=stop_ids,
-                text=Detokenizer(decoder, prompt, params.stop) if decoder is not None else None,
+                text=Detokenizer(texts, prompt, params.stop) if texts is not None else None,
             )
             for sample, sequence in enumerate(sequences)
         ]
@@ -177,16 +205,18 @@ class Engine:
 
     def _add_operations(self, sequences: Ids[Sequence], max_new_tokens: int, cache: object) -> None:
         """Give the samples of a request their cache operations."""
-        timeline = timeline_of(cache, len(sequences[0].tokens), max_new_tokens, self.method)
+        pieces, schedule = sequences[0].pieces, self.model.schedule
+        check_decoder(schedule)
+        timeline = timeline_of(cache, pieces.prompt_length, max_new_tokens, schedule, prefix_key=pieces.prefix_key)
         for sequence in sequences:
             sequence.edited = edited_sequence(
                 timeline,
                 sequence.tokens,
                 max_new_tokens,
                 store=self.store,
-                tree=self.tree,
+                tree=self.tree if pieces.length is None else None,
                 max_length=self.max_length,
-                computes_all=not sequence.reuses_prefix,
+                computes_all=not sequence.reuses_prefix or pieces.length is not None,
             )
 
     def check_prompt(self, prompt_ids: Ids[int], max_new_tokens: int) -> list[int]:
@@ -327,17 +357,19 @@ class Engine:
         """The tokens of one request as they come. Leaving the loop early cancels it. Raises as `submit`."""
         return self._serve({self.submit(prompt_ids, max_new_tokens=max_new_tokens, params=params, cache=cache)})
 
-    def score(self, token_ids: Ids[int], *, cache: object = None) -> list[float]:
+    def score(self, token_ids: Ids[int], *, cache: object = None, num_loops: int | None = None) -> list[float]:
         """Log probability of each token of a text but its first: entry i is that of token i + 1, predicted at position i.
 
         Args:
             token_ids: The text.
             cache: Cache operations, see `submit`; the tokens after one are predicted from what it leaves.
+            num_loops: See `SamplingParams`.
 
         Raises:
             DataError: The text is empty, too long, or has ids outside the vocabulary, or a cache operation is wrong.
         """
-        (event,) = self.stream(token_ids, max_new_tokens=0, params=SamplingParams(prompt_logprobs=0), cache=cache)
+        params = SamplingParams(prompt_logprobs=0, num_loops=num_loops)
+        (event,) = self.stream(token_ids, max_new_tokens=0, params=params, cache=cache)
         assert event.completion is not None
         return [choice.logprob for choice in event.completion.prompt_logprobs if choice.logprob is not None]
 
@@ -349,7 +381,11 @@ class Engine:
         Computes nothing. Raises as `submit`.
         """
         tokens = self._checked_ids(token_ids)
-        return timeline_of([] if cache is None else cache, len(tokens), 0, self.method).state(len(tokens))
+        return self._timeline(tokens, cache).state(len(tokens))
+
+    def _timeline(self, tokens: Ids[int], cache: object) -> Timeline:
+        (loops,) = request_loops(self.model.schedule.decoder, None)
+        return timeline_of([] if cache is None else cache, len(tokens), 0, self.model.schedule, prefix_key=loops)
 
     def evict(self, token_ids: Ids[int], raw_indices: Iterable[int], *, cache: object = None) -> int:
         """Forget the K and V of some raw tokens of a text that was served with these operations; their path stays. For tests.
@@ -361,7 +397,7 @@ class Engine:
             DataError: As `submit`, or an index is not one of the text.
         """
         tokens = self._checked_ids(token_ids)
-        timeline = timeline_of([] if cache is None else cache, len(tokens), 0, self.method)
+        timeline = self._timeline(tokens, cache)
         return evicted(self.tree, timeline, tokens, raw_indices)
 
     def _serve(self, request_ids: set[int]) -> Iterator[Event]:

@@ -14,6 +14,7 @@ from megatron_dmtd.cycle import ORDINARY, VANILLA
 from megatron_dmtd.errors import CheckpointError, ConfigError, Refusal
 from megatron_dmtd.families import ModelDescription, hf_name, read_fields, read_hf_fields
 from megatron_dmtd.inference.config import require_directory
+from megatron_dmtd.inference.loops import KVMode, scheduled_with
 from megatron_dmtd.inference.weights import ModelWeights, build_model
 from megatron_dmtd.infra.json_files import read_object
 from megatron_dmtd.weights.hf_directory import HFWeights
@@ -30,6 +31,8 @@ def load_model(
     matrix_dtype: torch.dtype | None = None,
     device: torch.device,
     variant: str | None = None,
+    num_loops: int | None = None,
+    kv_mode: KVMode | None = None,
 ) -> ModelWeights:
     """Read a model directory.
 
@@ -39,16 +42,18 @@ def load_model(
         matrix_dtype: Type to keep matrices and embeddings in; default `dtype`.
         device: Where to.
         variant: "vanilla" to use a DMTD model's weights as an ordinary decoder. Default: as it was trained.
+        num_loops: How often looped layers run. Default: as the model says.
+        kv_mode: What is cached of looped layers. Default: as the model says.
 
     Raises:
         ModelError: Its configuration is missing, or of a model that is not computed here.
         ConversionError: The weights are damaged, or not exactly those of the configuration.
         CheckpointError: There is no such directory.
-        ConfigError: `variant` is not what the weights were trained as, nor vanilla.
+        ConfigError: `variant` is not what the weights were trained as, nor vanilla; or `num_loops` or `kv_mode` is impossible.
     """
     path = Path(directory)
     description = read_model_directory(path)
-    schedule = scheduled_as(description, variant)
+    schedule = scheduled_with(scheduled_as(description, variant), num_loops, kv_mode)
     stored = HFWeights(path, description.decoder, any_type=True)
     return build_model(
         schedule,

@@ -91,6 +91,13 @@ class RowsInLayers(Protocol):
     def views(self) -> PassViews | None:
         """What requests with cache operations read and copy; None without any."""
 
+    @property
+    def num_loops(self) -> int:
+        """How often looped layers run, at most."""
+
+    def in_loop(self, loop: int) -> tuple[RowsInLayers, torch.Tensor | None]:
+        """The rows for which looped layers run at least `loop` times, and their indices; None: all of them."""
+
     def addresses(self, group: str) -> Addresses:
         """Addresses in one of the K/V groups that the pass writes."""
 
@@ -141,6 +148,8 @@ class Pass:
     page_size: int
     views: PassViews | None = None
     """See `RowsInLayers`."""
+    loops: Sequence[int] = (1,)
+    """Of each row, how often looped layers run; one number: of all rows."""
     numbers: torch.Tensor = field(init=False)
     """Columns `[number of columns, R]`."""
 
@@ -151,6 +160,7 @@ class Pass:
             columns += rows.reads(window)
         self.numbers = torch.tensor(columns, dtype=torch.int64).to(self.groups.device, non_blocking=True)
         self._addresses: dict[str, GroupAddresses] = {}
+        self._in_loop: dict[int, tuple[Pass, torch.Tensor]] = {}
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -196,6 +206,30 @@ class Pass:
     def final_R(self) -> torch.Tensor:
         """See `RowsInLayers`."""
         return torch.tensor(self.final, dtype=torch.int64, device=self.numbers.device)
+
+    @property
+    def num_loops(self) -> int:
+        """See `RowsInLayers`."""
+        return max(self.loops)
+
+    def in_loop(self, loop: int) -> tuple[Pass, torch.Tensor | None]:
+        """See `RowsInLayers`."""
+        if loop <= min(self.loops):
+            return self, None
+        known = self._in_loop.get(loop)
+        if known is None:
+            kept = [row for row, loops in enumerate(self.loops) if loops >= loop]
+            part = Pass(
+                rows=self.rows.select(kept),
+                slots=[self.slots[row] for row in kept],
+                final=range(len(kept)),
+                groups=self.groups,
+                page_size=self.page_size,
+                views=None if self.views is None else self.views.select(kept),
+                loops=[self.loops[row] for row in kept],
+            )
+            known = self._in_loop[loop] = part, torch.tensor(kept, device=self.numbers.device)
+        return known
 
     @cached_property
     def chunk_runs(self) -> list[tuple[int, int]]:

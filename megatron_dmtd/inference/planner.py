@@ -39,6 +39,8 @@ class Chunk:
     stop: int
     edited: EditedChunk | None = None
     """How it is computed, for a request with cache operations."""
+    num_loops: int = 1
+    """How often the decoder's looped layers run for these tokens; without such layers it says nothing."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.start < self.stop <= len(self.tokens), (self.start, self.stop, len(self.tokens))
@@ -101,6 +103,18 @@ class Rows:
         self.local_begin.append(local[0])
         self.local_end.append(local[1])
         self.view.append(OWN_PAGES)
+
+    def select(self, kept: Sequence[int]) -> Rows:
+        """Some of the rows, ascending: all or none of each chunk, so that what a row reads is still there."""
+        found, shift = Rows(), dict[int, int]()
+        for index, row in enumerate(kept):
+            shift.setdefault(self.chunk[row], index - row)
+        for name in ("chunk", "position", "phase", "token_id", "entry", "entry_end", "view"):
+            setattr(found, name, [getattr(self, name)[row] for row in kept])
+        for name in ("local_begin", "local_end"):
+            column = getattr(self, name)
+            setattr(found, name, [column[row] + shift[self.chunk[row]] if self.local_end[row] else 0 for row in kept])
+        return found
 
     def reads(self, window: int | None) -> Reads:
         """What visits with this window read: of what a row sees, only positions above its own minus `window`."""

@@ -71,7 +71,8 @@ class Runner:
         groups, views = self._groups[pass_name], None
         if plan.views:
             views = PassViews(plan.views, plan.moves, rows=rows.view, slots=slots, groups=groups.window, device=groups.device)
-        return Pass(rows=rows, slots=slots, final=final, groups=groups, page_size=self.store.page_size, views=views)
+        loops = [plan.chunks[chunk].num_loops for chunk in rows.chunk] if self.schedule.decoder.loop is not None else (1,)
+        return Pass(rows=rows, slots=slots, final=final, groups=groups, page_size=self.store.page_size, views=views, loops=loops)
 
     def _parallel_pass(self, plan: StepPlan) -> torch.Tensor:
         """Hidden states `[F, X]` of the shadow rows; each request's last block is kept."""

@@ -61,6 +61,9 @@ class SamplingParams:
     """End as soon as the output's text holds any of these; the text ends before it. One may be, or name, a special token."""
     detokenize: bool = False
     """Also give the output's text, whole and piece by piece; stop strings imply it."""
+    num_loops: int | tuple[int, ...] | None = None
+    """How often the looped layers of such a decoder run; None: as often as the engine says. With the cache mode `last_loop` also
+    several numbers: for the prompt, then for each token of the output, the last one for all that remain."""
 
     def check(self, vocab_size: int) -> None:
         """Accept the values, or raise `ConfigError` naming the first that is impossible."""

@@ -17,6 +17,7 @@ from megatron_dmtd.inference.cache_ops.tree import CacheTree
 from megatron_dmtd.inference.kv.pages import PageTables
 from megatron_dmtd.inference.kv.prefix import Known, PrefixIndex
 from megatron_dmtd.inference.kv.store import KVStore, PageCounts
+from megatron_dmtd.inference.loops import Pieces
 from megatron_dmtd.inference.planner import Chunk
 
 
@@ -42,6 +43,8 @@ class Sequence:
     """Whether weights that have been replaced since computed some of its K and V: then no other sequence may use them."""
     edited: EditedSequence | None = None
     """The cache of a request with cache operations, in place of `tables` and `known`."""
+    pieces: Pieces = field(default_factory=lambda: Pieces(prompt_length=0))
+    """How it may be cut, and how often looped layers run for it."""
 
     @property
     def remaining(self) -> int:
@@ -131,10 +134,10 @@ class Scheduler:
                     sequence.num_taken = sequence.edited.next_token
                 continue
             if self.prefix_index is not None and not sequence.has_older_entries:
-                before = self.prefix_index.num_final_pages(scheduled.chunk.start)
-                if self.prefix_index.num_final_pages(sequence.num_taken) > before:
-                    taken, known = sequence.num_taken, sequence.known
-                    sequence.known = self.prefix_index.add(sequence.tokens, sequence.tables, taken, known)
+                start, taken = map(sequence.pieces.num_shareable, (scheduled.chunk.start, sequence.num_taken))
+                if self.prefix_index.num_final_pages(taken) > self.prefix_index.num_final_pages(start):
+                    known, key = sequence.known, sequence.pieces.prefix_key
+                    sequence.known = self.prefix_index.add(sequence.tokens, sequence.tables, taken, known, key=key)
 
     def change_weights(self, *, recompute: bool) -> None:
         """The model's weights have changed. Cached prefixes are forgotten; running sequences compute all their tokens again
@@ -171,7 +174,7 @@ class Scheduler:
                 sequence.edited.begin()
                 sequence.num_taken = sequence.edited.next_token
             elif self.prefix_index is not None and sequence.reuses_prefix:
-                sequence.tables, sequence.known = self.prefix_index.attach(sequence.tokens)
+                sequence.tables, sequence.known = self._attached(self.prefix_index, sequence)
                 sequence.num_taken = sequence.known.num_pages * self.prefix_index.page_size
             if self.running and not self._make_room(sequence, len(sequence.tokens), self._promised()):
                 self._let_go(sequence)
@@ -183,6 +186,15 @@ class Scheduler:
             self.waiting.popleft()
             sequence.slot = self._free_slots.pop()
             self.running.append(sequence)
+
+    @staticmethod
+    def _attached(index: PrefixIndex, sequence: Sequence) -> tuple[PageTables, Known]:
+        """What the index has of a sequence: of one that is cut exactly, whole pieces of the prompt."""
+        pieces = sequence.pieces
+        if pieces.length is None:
+            return index.attach(sequence.tokens, key=pieces.prefix_key)
+        prompt = sequence.tokens[: pieces.prompt_length]
+        return index.attach(prompt, key=pieces.prefix_key, whole=pieces.length)
 
     def _promised(self) -> PageCounts:
         """Pages that running sequences still lack for the tokens that they know."""
@@ -220,6 +232,8 @@ class Scheduler:
 
     def _chunk_stop(self, sequence: Sequence, budget: int) -> int:
         """The end of the next piece: whole cycles if possible, so that the piece after it is not cut short."""
+        if sequence.pieces.length is not None:
+            return sequence.pieces.stop(sequence.num_taken, len(sequence.tokens))
         if sequence.edited is not None:
             return self._edited_stop(sequence.edited, budget)
         limit = min(len(sequence.tokens), sequence.num_taken + budget)
@@ -257,7 +271,8 @@ class Scheduler:
             self.store.grow(sequence.tables, stop)
         else:
             num_tokens, edited = sequence.edited.num_tokens_until(stop), sequence.edited.chunk(stop)
-        chunk = Chunk(sequence.slot, sequence.tokens, sequence.num_taken, stop, edited)
+        start = sequence.num_taken
+        chunk = Chunk(sequence.slot, sequence.tokens, start, stop, edited, sequence.pieces.num_loops(start))
         step.append(Scheduled(sequence, chunk, num_tokens if edited else stop - sequence.num_taken))
         return True
 

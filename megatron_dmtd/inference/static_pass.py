@@ -47,6 +47,8 @@ class StaticShape:
     """Pages that every chunk reads of each group."""
     has_local: bool
     """Whether rows also read the scratch page of their slot."""
+    num_loops: int = 1
+    """How often looped layers run."""
 
 
 def padded(count: int, limit: int) -> int:
@@ -158,6 +160,15 @@ class StaticPass:
     def first_local_row(self) -> int:
         """The row of each chunk where its shadow block begins."""
         return self.shape.rows_per_chunk - self.shape.final_per_chunk
+
+    @property
+    def num_loops(self) -> int:
+        """See `RowsInLayers`."""
+        return self.shape.num_loops
+
+    def in_loop(self, loop: int) -> tuple[StaticPass, None]:
+        """See `RowsInLayers`. All rows take part in every loop."""
+        return self, None
 
     def rows_BN(self) -> torch.Tensor:
         """Rows of the pass, by chunk."""

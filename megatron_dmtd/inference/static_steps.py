@@ -40,8 +40,11 @@ class StaticSteps:
 
     @staticmethod
     def takes(plan: StepPlan, wanted: Sequence[int]) -> bool:
-        """Whether every chunk is one token, the logits of all are wanted, and no request has cache operations."""
-        return not plan.views and len(wanted) == len(plan.chunks) == len(plan.sequential)
+        """Whether every chunk is one token, of equally many loops, the logits of all are wanted, and no request has cache
+        operations.
+        """
+        is_alike = len({chunk.num_loops for chunk in plan.chunks}) == 1
+        return is_alike and not plan.views and len(wanted) == len(plan.chunks) == len(plan.sequential)
 
     def run(self, plan: StepPlan) -> torch.Tensor:
         """Logits `[B, V]` of the chunks' rows; each request's new block, if there is one, is kept."""
@@ -51,7 +54,7 @@ class StaticSteps:
         return self._pass(plan, SEQUENTIAL, plan.sequential)[: len(plan.chunks)]
 
     def _pass(self, plan: StepPlan, pass_name: str, rows: Rows) -> torch.Tensor:
-        shape = self._shape(pass_name, rows)
+        shape = self._shape(pass_name, rows, plan.chunks[0].num_loops)
         known = self._programs.get((pass_name, shape))
         run = known[0] if known else self._new_pass(pass_name, shape)
         run.fill(rows, [plan.chunks[chunk].slot for chunk in rows.chunk])
@@ -60,7 +63,7 @@ class StaticSteps:
             self._programs[pass_name, shape] = known
         return known[1]()
 
-    def _shape(self, pass_name: str, rows: Rows) -> StaticShape:
+    def _shape(self, pass_name: str, rows: Rows, num_loops: int) -> StaticShape:
         """A decoding step takes one slot of each stream of a sequential pass, and one cycle of each of a parallel one."""
         visits = self.schedule.pass_visits(pass_name)
         per_stream = self.schedule.method.cycle_length if pass_name == PARALLEL else 1
@@ -73,6 +76,7 @@ class StaticSteps:
                 for group in self.schedule.pass_groups(pass_name)
             ),
             has_local=any(stream is not visits[0].stored for stream in visits[0].streams),
+            num_loops=num_loops,
         )
 
     def _new_pass(self, pass_name: str, shape: StaticShape) -> StaticPass:

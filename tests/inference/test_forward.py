@@ -68,7 +68,7 @@ def test_what_a_parallel_pass_has_left_is_found_by_slot_and_phase():
 def test_a_schedule_without_a_parallel_pass_keeps_nothing():
     shape = Shape(**{**{name: getattr(SHAPE, name) for name in SHAPE.__dataclass_fields__}, "num_parallel_layers": 0})
     engine = Engine(model_of(shape, random_weights(shape, seed=1)), EngineConfig(max_batch=1))
-    assert engine.runner.forward.visits[PARALLEL] == ()
+    assert list(engine.runner.forward.visits[PARALLEL]) == []
     assert engine.runner.forward.kept(None) is None
 
 

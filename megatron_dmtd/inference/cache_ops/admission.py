@@ -3,20 +3,45 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from megatron_dmtd.cycle import Method
+from megatron_dmtd.architecture import Schedule
 from megatron_dmtd.errors import DataError, shown
 from megatron_dmtd.inference.cache_ops.pages import StorePages
-from megatron_dmtd.inference.cache_ops.program import Timeline, parse_program
+from megatron_dmtd.inference.cache_ops.program import Operation, Timeline, parse_program
 from megatron_dmtd.inference.cache_ops.sequence import EditedSequence, most_page_sets
 from megatron_dmtd.inference.cache_ops.tree import CacheTree
 from megatron_dmtd.inference.kv.store import KVStore
+from megatron_dmtd.inference.loops import shared
 
 
-def timeline_of(program: object, prompt_length: int, max_new_tokens: int, method: Method) -> Timeline:
+def timeline_of(program: object, prompt_length: int, max_new_tokens: int, schedule: Schedule, *, prefix_key: int = 0) -> Timeline:
     """A program's meaning for a prompt and its output. Raises `DataError`, which names the index of what is wrong."""
-    return Timeline(parse_program(program, prompt_length), method.cycle_length, prompt_length + max_new_tokens + 1)
+    operations = parse_program(program, prompt_length)
+    _check_repositions(operations, schedule)
+    num_tokens = prompt_length + max_new_tokens + 1
+    return Timeline(operations, schedule.method.cycle_length, num_tokens, prefix_key=prefix_key)
+
+
+def check_decoder(schedule: Schedule) -> None:
+    """Accept a decoder for cache operations, or raise `DataError`."""
+    if shared(schedule.decoder) is not None and not schedule.method.is_vanilla:
+        raise DataError(
+            found="cache operations with kv_mode='last_loop' for a decoder with cycles",
+            required="keys and values that do not depend on how a text is cut",
+            remedy="decode with kv_mode='per_loop'",
+        )
+
+
+def _check_repositions(operations: Sequence[Operation], schedule: Schedule) -> None:
+    has_query_scale = any(layer.attention.query_scale is not None for layer in schedule.decoder.layers)
+    moving = next((index for index, one in enumerate(operations) if one.reposition), None)
+    if moving is not None and has_query_scale:
+        raise DataError(
+            found=f"cache[{moving}]: a reposition for a decoder that scales queries after their rotation",
+            required="scores that depend on distances alone, which such scales prevent",
+            remedy="only drop; positions then stay as they are",
+        )
 
 
 def edited_sequence(
@@ -63,7 +88,7 @@ def evicted(tree: CacheTree | None, timeline: Timeline, tokens: list[int], raw_i
         head = cycle * length
         if tree is None or node is None:
             break
-        node = tree.child(node, (timeline.records.get(head), tuple(tokens[head : head + length])))
+        node = tree.child(node, (timeline.node_key(head), tuple(tokens[head : head + length])))
         if node is not None and cycle in by_cycle:
             chosen = [occurrence for occurrence in node.places if occurrence[0] in by_cycle[cycle]]
             count += len({offset for offset, _ in chosen})

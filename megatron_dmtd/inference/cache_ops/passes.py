@@ -5,6 +5,7 @@ Shape legend: R rows of a pass, S slots, P pages, B chunks, G key/value heads, D
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -59,6 +60,13 @@ class PassViews:
         self._view_positions = self._positions()
         self._columns = {name: _columns(self._moves, name, device) for name in groups} if self._moves else {}
         self._rotations: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def select(self, kept: Sequence[int]) -> PassViews:
+        """The same for some rows of the pass."""
+        found = copy.copy(self)
+        found._rows, found._slots = self._rows[list(kept)], self._slots[list(kept)]
+        found.table_R, found._extended = found._rows, {}
+        return found
 
     def _table(self, group: str) -> torch.Tensor:
         """Pages [views, P] of every view; after its own, a view's last page is repeated."""

@@ -127,9 +127,12 @@ class CacheState:
 class Timeline:
     """A program over the raw tokens `[0, num_tokens)`, completed to whole cycles: a function of raw indices alone."""
 
-    def __init__(self, operations: Sequence[Operation], cycle_length: int, num_tokens: int) -> None:
-        """Raises `DataError` if a reposition finds nothing active."""
-        self.cycle_length = cycle_length
+    def __init__(self, operations: Sequence[Operation], cycle_length: int, num_tokens: int, *, prefix_key: int = 0) -> None:
+        """Raises `DataError` if a reposition finds nothing active.
+
+        `prefix_key`: requests with another one compute other K and V of the same tokens.
+        """
+        self.cycle_length, self.prefix_key = cycle_length, prefix_key
         self.num_tokens = -(-num_tokens // cycle_length) * cycle_length
         self.birth: Indices = np.zeros(self.num_tokens, np.int64)
         """Position of each token when it was computed."""
@@ -181,6 +184,11 @@ class Timeline:
         breaks = np.flatnonzero(np.diff(fresh) > 1)
         begins, ends = fresh[np.r_[0, breaks + 1]], fresh[np.r_[breaks, len(fresh) - 1]] + 1
         self.records[head] = (*before, tuple(zip(begins.tolist(), ends.tolist())))
+
+    def node_key(self, head: int) -> object:
+        """What distinguishes a cached cycle from others of the same tokens after the same ones."""
+        record = self.records.get(head)
+        return record if head or not self.prefix_key else (self.prefix_key, record)
 
     @cached_property
     def _stage_heads(self) -> list[int]:

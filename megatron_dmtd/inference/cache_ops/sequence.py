@@ -128,7 +128,7 @@ class EditedSequence:
 
     def _key(self, cycle: int) -> NodeKey:
         head = cycle * self.method.cycle_length
-        return self.timeline.records.get(head), tuple(self.tokens[head : head + self.method.cycle_length])
+        return self.timeline.node_key(head), tuple(self.tokens[head : head + self.method.cycle_length])
 
     def _matched(self, num_cycles: int) -> list[Node]:
         assert self.tree is not None

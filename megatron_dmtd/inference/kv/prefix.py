@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from megatron_dmtd.inference.kv.pages import PageTable, PageTables
 from megatron_dmtd.inference.kv.store import KVStore
 
+#: The parent of first pages; those of other keys have a smaller one. Entries have larger numbers.
 ROOT = 0
 
 
@@ -62,9 +63,9 @@ class PrefixIndex:
     def _page(self, tokens: Sequence[int], number: int) -> tuple[int, ...]:
         return tuple(tokens[number * self.page_size : (number + 1) * self.page_size])
 
-    def _chain(self, tokens: Sequence[int], num_pages: int) -> Iterator[_Entry]:
+    def _chain(self, tokens: Sequence[int], num_pages: int, key: int) -> Iterator[_Entry]:
         """Entries of the first `num_pages` pages of `tokens`, until one is missing; each becomes the most recently used."""
-        parent = ROOT
+        parent = ROOT - key
         for number in range(num_pages):
             entry = self._entries.get((parent, self._page(tokens, number)))
             if entry is None:
@@ -82,9 +83,17 @@ class PrefixIndex:
             heapq.heappush(self._queue, (entry.last_use, entry.entry_id))
             entry.is_queued = True
 
-    def attach(self, tokens: Sequence[int]) -> tuple[PageTables, Known]:
-        """Shared pages of the longest known prefix of `tokens` but its last one, which must be computed."""
-        found = list(self._chain(tokens, (len(tokens) - 1) // self.page_size))
+    def attach(self, tokens: Sequence[int], *, key: int = 0, whole: int = 1) -> tuple[PageTables, Known]:
+        """Shared pages of the longest known prefix of `tokens` but its last one, which must be computed.
+
+        Args:
+            tokens: The text.
+            key: See `add`.
+            whole: Only a prefix of a multiple of so many tokens will do.
+        """
+        found = list(self._chain(tokens, (len(tokens) - 1) // self.page_size, key))
+        while len(found) * self.page_size % whole:
+            found.pop()
         tables = PageTables()
         for name in self.store.groups:
             tables[name] = PageTable(page for entry in found for page in entry.tables[name].pages)
@@ -95,21 +104,22 @@ class PrefixIndex:
         """Leading pages of a request whose contents will not change any more."""
         return min(num_taken, *self.store.num_entries(num_taken).values()) // self.page_size
 
-    def add(self, tokens: Sequence[int], tables: PageTables, num_taken: int, known: Known) -> Known:
+    def add(self, tokens: Sequence[int], tables: PageTables, num_taken: int, known: Known, *, key: int = 0) -> Known:
         """Make the request's final pages known. A page that is known already keeps its first copy.
 
+        Requests with another `key`, not negative, compute other K and V of the same tokens, and share nothing with this one.
         `known` is what an earlier call for the same request gave, so that work does not grow with its length; if that entry has
         been forgotten since, the pages are looked up from the start.
         """
-        if known.entry_id != ROOT and known.entry_id not in self._by_id:
+        if known.entry_id > ROOT and known.entry_id not in self._by_id:
             known = Known()
-        parent = known.entry_id
+        parent = known.entry_id if known.entry_id > ROOT else ROOT - key
         for number in range(known.num_pages, self.num_final_pages(num_taken)):
-            key = (parent, self._page(tokens, number))
-            entry = self._entries.get(key) or self._new_entry(key, tables, number)
+            place = (parent, self._page(tokens, number))
+            entry = self._entries.get(place) or self._new_entry(place, tables, number)
             self._use(entry)
             parent = entry.entry_id
-        if parent != ROOT and self._by_id[parent].num_children == 0:
+        if parent > ROOT and self._by_id[parent].num_children == 0:
             self._enqueue(self._by_id[parent])
         return Known(parent, max(known.num_pages, self.num_final_pages(num_taken)))
 
@@ -121,7 +131,7 @@ class PrefixIndex:
         entry = _Entry(self._next_id, parent, page_tokens, owned)
         self._next_id += 1
         self._entries[key] = self._by_id[entry.entry_id] = entry
-        if parent != ROOT:
+        if parent > ROOT:
             self._by_id[parent].num_children += 1
         return entry
 
@@ -164,7 +174,7 @@ class PrefixIndex:
     def _remove(self, entry: _Entry) -> None:
         del self._entries[entry.parent, entry.tokens]
         del self._by_id[entry.entry_id]
-        if entry.parent != ROOT:
+        if entry.parent > ROOT:
             parent = self._by_id[entry.parent]
             parent.num_children -= 1
             if parent.num_children == 0:

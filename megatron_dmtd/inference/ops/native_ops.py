@@ -20,7 +20,7 @@ from megatron_dmtd.inference.ops.linear import DenseLinear, Linear
 from megatron_dmtd.inference.ops.matmul import DenseProduct, Product
 from megatron_dmtd.inference.ops.protocol import LayerVisit
 from megatron_dmtd.inference.passes import ENTRY, POSITION, SLOT, Pass
-from megatron_dmtd.inference.weights import ModelWeights, Norm
+from megatron_dmtd.inference.weights import LayerWeights, ModelWeights, Norm, Step
 
 #: Entries per page and the head width are processed in whole vectors.
 LANES = 16
@@ -94,6 +94,10 @@ class NativeKernels:
             raise CapabilityError(
                 found=f"{dtype} on {device}", required="float32 on the CPU", remedy="decode with kernels='torch'"
             )
+        if any(layer.norm.kind != "rms" for layer in decoder.layers):
+            raise CapabilityError(
+                found="a decoder whose states have norm 1", required="RMSNorm", remedy="decode with kernels='torch'"
+            )
         widths = sorted({layer.attention.head_dim for layer in decoder.layers})
         if page_size % LANES or any(width % LANES for width in widths):
             raise CapabilityError(
@@ -122,6 +126,7 @@ class NativeOps:
         """See `Ops`. Of contiguous rows."""
         rows, size = x_RX.shape
         out = self._kernels.norms[size][rows]
+        assert norm.weight is not None, "refused by `NativeKernels.check`"
         self._library.dmtd_norm(x_RX.data_ptr(), norm.weight.data_ptr(), out.data_ptr(), rows, size, norm.eps)
         return out
 
@@ -136,7 +141,11 @@ class NativeOps:
     def _into(self, out: torch.Tensor, x: torch.Tensor, linear: Linear, residual: torch.Tensor | None) -> torch.Tensor:
         return self._kernels.products[type(linear)].into(out, x, linear, residual)
 
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def linear_step(self, x: torch.Tensor, linear: Linear, residual_RX: torch.Tensor, step: Step) -> torch.Tensor:
+        """See `Ops`."""
+        raise NotImplementedError("decoders with steps are refused by `NativeKernels.check`")
+
+    def gate(self, gate_up: torch.Tensor, weights: LayerWeights) -> torch.Tensor:
         """See `Ops`."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = self._kernels.gated[width][rows]
@@ -181,10 +190,10 @@ class NativeOps:
         )
         return out
 
-    def head(self, hidden_FX: torch.Tensor, linear: Linear) -> torch.Tensor:
+    def head(self, hidden_FX: torch.Tensor, linear: Linear, scale: torch.Tensor | None) -> torch.Tensor:
         """See `Ops`."""
         return self._into(torch.empty(hidden_FX.shape[0], linear.out_features), hidden_FX, linear, None)
 
 
 def _pointer(norm: Norm | None) -> int | None:
-    return None if norm is None else norm.weight.data_ptr()
+    return None if norm is None or norm.weight is None else norm.weight.data_ptr()

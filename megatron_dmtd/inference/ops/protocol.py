@@ -17,7 +17,7 @@ from megatron_dmtd.architecture import AttentionSpec, DecoderSpec, RotaryProfile
 from megatron_dmtd.architecture.rotary import rotary_tables
 from megatron_dmtd.inference.kv.codec import EncodedPages
 from megatron_dmtd.inference.ops.linear import Linear
-from megatron_dmtd.inference.weights import LayerWeights, Norm
+from megatron_dmtd.inference.weights import LayerWeights, Norm, Step
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -60,7 +60,7 @@ class Ops(Protocol):
     """The arithmetic of one pass. A result may be overwritten by the next call of the same method, except that of `head`."""
 
     def norm(self, x_RX: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """RMSNorm over the last dimension, in fp32 or wider."""
+        """The norm over the last dimension, in fp32 or wider."""
 
     def linear(self, x_RX: torch.Tensor, linear: Linear) -> torch.Tensor:
         """`x @ weight.T + bias`."""
@@ -68,14 +68,17 @@ class Ops(Protocol):
     def linear_add(self, x: torch.Tensor, linear: Linear, residual_RX: torch.Tensor) -> torch.Tensor:
         """`residual + x @ weight.T + bias`; `residual` may be overwritten."""
 
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """`silu(gate) * up` of the two side by side."""
+    def linear_step(self, x: torch.Tensor, linear: Linear, residual_RX: torch.Tensor, step: Step) -> torch.Tensor:
+        """A step from `residual` towards `x @ weight.T + bias`; `residual` may be overwritten."""
+
+    def gate(self, gate_up: torch.Tensor, weights: LayerWeights) -> torch.Tensor:
+        """`silu(gate) * up` of the two side by side, with the layer's scales before and its norm after it, if it has them."""
 
     def rotate_and_store(self, qkv: torch.Tensor, visit: LayerVisit) -> torch.Tensor:
-        """Norm and rotate q and k, and store k and v of the rows that are kept. Gives q, k and v side by side again."""
+        """Norm and rotate q and k, scale q, and store k and v of the rows that are kept. Gives all of them side by side again."""
 
     def attend(self, qkv: torch.Tensor, visit: LayerVisit, *, final_only: bool) -> torch.Tensor:
-        """Attention `[F, H * D]` of all rows, or of the final ones."""
+        """Attention `[F, H * D]` of all rows, or of the final ones, with the layer's gate and norm if it has them."""
 
-    def head(self, hidden_FX: torch.Tensor, linear: Linear) -> torch.Tensor:
+    def head(self, hidden_FX: torch.Tensor, linear: Linear, scale: torch.Tensor | None) -> torch.Tensor:
         """Logits `[F, V]`, in memory of their own."""

@@ -12,7 +12,7 @@ from torch.nn import functional
 from megatron_dmtd.inference.ops.linear import Linear
 from megatron_dmtd.inference.ops.protocol import LayerVisit
 from megatron_dmtd.inference.passes import AttentionBatch, RowsInLayers
-from megatron_dmtd.inference.weights import Norm
+from megatron_dmtd.inference.weights import LayerWeights, Norm, Step
 
 
 class TorchOps:
@@ -24,6 +24,8 @@ class TorchOps:
     def norm(self, x_RX: torch.Tensor, norm: Norm) -> torch.Tensor:
         """See `Ops`."""
         wide = x_RX.to(torch.promote_types(x_RX.dtype, torch.float32))
+        if norm.weight is None:
+            return (wide * torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) + norm.eps)).to(x_RX.dtype)
         return norm.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)).to(x_RX.dtype)
 
     def linear(self, x_RX: torch.Tensor, linear: Linear) -> torch.Tensor:
@@ -34,10 +36,18 @@ class TorchOps:
         """See `Ops`."""
         return residual_RX + linear.apply(x)
 
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def linear_step(self, x: torch.Tensor, linear: Linear, residual_RX: torch.Tensor, step: Step) -> torch.Tensor:
         """See `Ops`."""
+        start_RX, end_RX = self.norm(residual_RX, step.norm), self.norm(linear.apply(x), step.norm)
+        return self.norm(start_RX + step.size_X * (end_RX - start_RX), step.norm)
+
+    def gate(self, gate_up: torch.Tensor, weights: LayerWeights) -> torch.Tensor:
+        """See `Ops`."""
+        if weights.gate_up_scale is not None:
+            gate_up = gate_up * weights.gate_up_scale
         gate_RI, up_RI = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate_RI) * up_RI
+        inner_RI = functional.silu(gate_RI) * up_RI
+        return inner_RI if weights.inner_norm is None else self.norm(inner_RI, weights.inner_norm)
 
     def rotate_and_store(self, qkv: torch.Tensor, visit: LayerVisit) -> torch.Tensor:
         """See `Ops`."""
@@ -47,12 +57,23 @@ class TorchOps:
             q_RHD, k_RGD = self.norm(q_RHD, weights.q_norm), self.norm(k_RGD, weights.k_norm)
         cos_R1D, sin_R1D = visit.rotary.cos_ND[position_R][:, None], visit.rotary.sin_ND[position_R][:, None]
         q_RHD, k_RGD = _rotated(q_RHD, cos_R1D, sin_R1D), _rotated(k_RGD, cos_R1D, sin_R1D)
+        if weights.query_scale is not None:
+            q_RHD = q_RHD * weights.query_scale.view(q_RHD.shape[1:])
         row, page, offset = self.run.addresses(visit.group).stored
         visit.pages.write(page, offset, k_RGD[row], v_RGD[row])
-        return torch.cat([q_RHD.reshape(-1, sizes.query_size), k_RGD.reshape(-1, sizes.key_size), qkv[:, -sizes.key_size :]], 1)
+        others = qkv[:, sizes.query_size + sizes.key_size :]
+        return torch.cat([q_RHD.reshape(-1, sizes.query_size), k_RGD.reshape(-1, sizes.key_size), others], 1)
 
     def attend(self, qkv: torch.Tensor, visit: LayerVisit, *, final_only: bool) -> torch.Tensor:
         """See `Ops`."""
+        attended, weights = self._attended(qkv, visit, final_only=final_only), visit.weights
+        if weights.attention_gate is not None:
+            gate = qkv[:, -visit.attention.query_size :]
+            gate = gate[self.run.final_R] if final_only else gate
+            attended = attended * torch.sigmoid(gate * weights.attention_gate)
+        return attended if weights.output_norm is None else self.norm(attended, weights.output_norm)
+
+    def _attended(self, qkv: torch.Tensor, visit: LayerVisit, *, final_only: bool) -> torch.Tensor:
         batches = self.run.addresses(visit.group).batches(final_only=final_only)
         parts = [_attended(_heads(qkv, visit), batch, visit) for batch in batches]
         if len(batches) == 1:
@@ -62,9 +83,10 @@ class TorchOps:
             attended[batch.query_BQ.flatten()] = part
         return attended[self.run.final_R] if final_only else attended
 
-    def head(self, hidden_FX: torch.Tensor, linear: Linear) -> torch.Tensor:
+    def head(self, hidden_FX: torch.Tensor, linear: Linear, scale: torch.Tensor | None) -> torch.Tensor:
         """See `Ops`."""
-        return linear.apply(hidden_FX)
+        logits_FV = linear.apply(hidden_FX)
+        return logits_FV if scale is None else logits_FV * scale
 
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -73,7 +95,8 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def _heads(qkv: torch.Tensor, visit: LayerVisit) -> Heads:
     """Q `[R, H, D]`, k and v `[R, G, D]`."""
     sizes = visit.attention
-    q, k, v = qkv.split([sizes.query_size, sizes.key_size, sizes.key_size], dim=-1)
+    width = sizes.query_size + 2 * sizes.key_size
+    q, k, v = qkv[:, :width].split([sizes.query_size, sizes.key_size, sizes.key_size], dim=-1)
     return tuple(part.unflatten(-1, (-1, sizes.head_dim)) for part in (q, k, v))
 
 
