@@ -323,13 +323,13 @@ static Block block_of(const Attention *a, const i64 *rows, i64 num_rows, const i
 
 /* Attention of `query_rows`, by chunk: row r reads entries [entry_begin[r], entry_end[r]) of its request's pages and rows
    [local_begin[r], local_end[r]) of this call. Chunk c has queries [query_start[c], query_start[c + 1]) and rows
-   [row_start[c], row_start[c + 1]). out[number of queries][H D]. */
-void dmtd_attend(const float *qkv, const float *k_pages, const float *v_pages, const i64 *pages, i64 pages_stride, const i64 *slot,
+   [row_start[c], row_start[c + 1]). qkv[R][stride], out[number of queries][H D]. */
+void dmtd_attend(const float *qkv, i64 stride, const float *k_pages, const float *v_pages, const i64 *pages, i64 pages_stride, const i64 *slot,
                  const i64 *entry_begin, const i64 *entry_end, const i64 *local_begin, const i64 *local_end,
                  const i64 *query_rows, const i64 *query_start, const i64 *row_start, i64 num_chunks, float *out, i64 H, i64 G,
                  i64 D, i64 T) {
   i64 sharing = H / G, rows_per_block = sharing < BLOCK_QUERIES ? BLOCK_QUERIES / sharing : 1, num_blocks = 0;
-  Attention a = {qkv, k_pages, v_pages, entry_begin, entry_end, local_begin, local_end, out, H, G, D, T, (H + 2 * G) * D, sharing};
+  Attention a = {qkv, k_pages, v_pages, entry_begin, entry_end, local_begin, local_end, out, H, G, D, T, stride, sharing};
   i64 most_blocks = query_start[num_chunks] / rows_per_block + num_chunks, most_segments = 0;
   Block *blocks = malloc((size_t)most_blocks * sizeof(Block));
   if (!blocks) abort();

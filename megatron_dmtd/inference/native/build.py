@@ -28,9 +28,11 @@ POINTER, INTEGER, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 SIGNATURES = {
     "dmtd_matmul": [POINTER] * 5 + [INTEGER] * 4,
     "dmtd_norm": [POINTER] * 3 + [INTEGER] * 2 + [FLOAT],
-    "dmtd_gate": [POINTER] * 2 + [INTEGER] * 2,
-    "dmtd_rotate_and_store": [POINTER] * 9 + [INTEGER] + [POINTER] * 2 + [INTEGER] * 5 + [FLOAT],
-    "dmtd_attend": [POINTER] * 4 + [INTEGER] + [POINTER] * 8 + [INTEGER, POINTER] + [INTEGER] * 4,
+    "dmtd_gate": [POINTER] * 3 + [INTEGER] * 2,
+    "dmtd_step": [POINTER] * 3 + [INTEGER] * 2 + [FLOAT],
+    "dmtd_gate_heads": [POINTER] * 2 + [INTEGER] + [POINTER] * 2 + [INTEGER] * 2 + [FLOAT],
+    "dmtd_rotate_and_store": [POINTER] + [INTEGER] * 2 + [POINTER] * 9 + [INTEGER] + [POINTER] * 2 + [INTEGER] * 5 + [FLOAT],
+    "dmtd_attend": [POINTER, INTEGER] + [POINTER] * 3 + [INTEGER] + [POINTER] * 8 + [INTEGER, POINTER] + [INTEGER] * 4,
 }
 
 

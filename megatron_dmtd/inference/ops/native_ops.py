@@ -19,9 +19,11 @@ from megatron_dmtd.inference.native.build import load_kernels
 from megatron_dmtd.inference.ops.linear import DenseLinear, Linear
 from megatron_dmtd.inference.ops.matmul import DenseProduct, Product
 from megatron_dmtd.inference.ops.protocol import LayerVisit
-from megatron_dmtd.inference.passes import ENTRY, POSITION, SLOT, Pass
+from megatron_dmtd.inference.passes import ENTRY, POSITION, SLOT, Pass, QueryRuns
 from megatron_dmtd.inference.weights import LayerWeights, ModelWeights, Norm, Step
 
+#: As in `elementwise.c`.
+_NO_NORM, _RMS_NORM, _UNIT_NORM = range(3)
 #: Entries per page and the head width are processed in whole vectors.
 LANES = 16
 
@@ -46,9 +48,10 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class VisitArguments:
-    """What the kernels of a visit are given in every pass: addresses (None: no norm) and sizes."""
+    """What the kernels of a visit are given in every pass: addresses (None: there is no such part) and sizes."""
 
-    norms_and_rotary: tuple[int | None, int | None, int, int]
+    norms_and_rotary: tuple[int, int, int | None, int | None, int | None, int, int]
+    """Row length of q, k and v with what follows them; kind of norm; addresses of both norms, scales, cosines and sines."""
     pages: tuple[int, int]
     heads: tuple[int, int, int]
     """Query heads, key/value heads, head width."""
@@ -57,9 +60,16 @@ class VisitArguments:
 
 def _arguments(visit: LayerVisit) -> VisitArguments:
     weights, sizes, pages = visit.weights, visit.attention, visit.pages.native
-    norms = _pointer(weights.q_norm), _pointer(weights.k_norm)
+    kind = _NO_NORM if weights.q_norm is None else _UNIT_NORM if weights.q_norm.weight is None else _RMS_NORM
+    norms = _pointer(weights.q_norm), _pointer(weights.k_norm), _address(weights.query_scale)
     return VisitArguments(
-        norms_and_rotary=(*norms, visit.rotary.cos_ND.data_ptr(), visit.rotary.sin_ND.data_ptr()),
+        norms_and_rotary=(
+            weights.qkv.out_features,
+            kind,
+            *norms,
+            visit.rotary.cos_ND.data_ptr(),
+            visit.rotary.sin_ND.data_ptr(),
+        ),
         pages=(pages.k, pages.v),
         heads=(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim),
         eps=0.0 if sizes.qk_norm is None else sizes.qk_norm.eps,
@@ -76,7 +86,8 @@ class NativeKernels:
         self._arguments: dict[LayerVisit, VisitArguments] = {}
         decoder = model.schedule.decoder
         self.norms = _buffers({decoder.hidden_size})
-        self.linears = _buffers({linear.out_features for layer in model.layers for linear in (layer.qkv, layer.gate_up)})
+        widths = {linear.out_features for layer in model.layers for linear in (layer.qkv, layer.gate_up)}
+        self.linears = _buffers({*widths, decoder.hidden_size})
         self.gated = _buffers({layer.spec.mlp.intermediate_size for layer in model.layers})
         self.attended = _buffers({layer.spec.attention.query_size for layer in model.layers})
 
@@ -93,10 +104,6 @@ class NativeKernels:
         if device.type != "cpu" or dtype != torch.float32:
             raise CapabilityError(
                 found=f"{dtype} on {device}", required="float32 on the CPU", remedy="decode with kernels='torch'"
-            )
-        if any(layer.norm.kind != "rms" for layer in decoder.layers):
-            raise CapabilityError(
-                found="a decoder whose states have norm 1", required="RMSNorm", remedy="decode with kernels='torch'"
             )
         widths = sorted({layer.attention.head_dim for layer in decoder.layers})
         if page_size % LANES or any(width % LANES for width in widths):
@@ -126,8 +133,7 @@ class NativeOps:
         """See `Ops`. Of contiguous rows."""
         rows, size = x_RX.shape
         out = self._kernels.norms[size][rows]
-        assert norm.weight is not None, "refused by `NativeKernels.check`"
-        self._library.dmtd_norm(x_RX.data_ptr(), norm.weight.data_ptr(), out.data_ptr(), rows, size, norm.eps)
+        self._library.dmtd_norm(x_RX.data_ptr(), _pointer(norm), out.data_ptr(), rows, size, norm.eps)
         return out
 
     def linear(self, x_RX: torch.Tensor, linear: Linear) -> torch.Tensor:
@@ -143,13 +149,18 @@ class NativeOps:
 
     def linear_step(self, x: torch.Tensor, linear: Linear, residual_RX: torch.Tensor, step: Step) -> torch.Tensor:
         """See `Ops`."""
-        raise NotImplementedError("decoders with steps are refused by `NativeKernels.check`")
+        assert step.norm.weight is None, "a step whose norm has a weight"
+        towards, (rows, size) = self.linear(x, linear), residual_RX.shape
+        self._library.dmtd_step(residual_RX.data_ptr(), towards.data_ptr(), step.size_X.data_ptr(), rows, size, step.norm.eps)
+        return residual_RX
 
     def gate(self, gate_up: torch.Tensor, weights: LayerWeights) -> torch.Tensor:
         """See `Ops`."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out = self._kernels.gated[width][rows]
-        self._library.dmtd_gate(gate_up.data_ptr(), out.data_ptr(), rows, width)
+        out, norm = self._kernels.gated[width][rows], weights.inner_norm
+        self._library.dmtd_gate(gate_up.data_ptr(), _address(weights.gate_up_scale), out.data_ptr(), rows, width)
+        if norm is not None:
+            self._library.dmtd_norm(out.data_ptr(), _pointer(norm), out.data_ptr(), rows, width, norm.eps)
         return out
 
     def rotate_and_store(self, qkv: torch.Tensor, visit: LayerVisit) -> torch.Tensor:
@@ -179,6 +190,7 @@ class NativeOps:
         out = self._kernels.attended[visit.attention.query_size][queries.num_queries]
         self._library.dmtd_attend(
             qkv.data_ptr(),
+            qkv.shape[1],
             *known.pages,
             *addresses.native_table,
             run.column_pointers[SLOT],
@@ -188,12 +200,31 @@ class NativeOps:
             *known.heads,
             run.page_size,
         )
+        self._gate_heads(out, qkv, visit.weights, queries)
         return out
+
+    def _gate_heads(self, out: torch.Tensor, qkv: torch.Tensor, weights: LayerWeights, queries: QueryRuns) -> None:
+        """Gate and norm attention's output in place."""
+        norm, (rows, width) = weights.output_norm, out.shape
+        if weights.attention_gate is not None:
+            gate = qkv.data_ptr() + qkv.itemsize * (qkv.shape[1] - width)
+            is_unit = norm is not None and norm.weight is None
+            eps = norm.eps if norm is not None and is_unit else -1.0
+            scale = weights.attention_gate.data_ptr()
+            self._library.dmtd_gate_heads(out.data_ptr(), gate, qkv.shape[1], scale, queries.native[0], rows, width, eps)
+            norm = None if is_unit else norm
+        if norm is not None:
+            self._library.dmtd_norm(out.data_ptr(), _pointer(norm), out.data_ptr(), rows, width, norm.eps)
 
     def head(self, hidden_FX: torch.Tensor, linear: Linear, scale: torch.Tensor | None) -> torch.Tensor:
         """See `Ops`."""
-        return self._into(torch.empty(hidden_FX.shape[0], linear.out_features), hidden_FX, linear, None)
+        logits_FV = self._into(torch.empty(hidden_FX.shape[0], linear.out_features), hidden_FX, linear, None)
+        return logits_FV if scale is None else logits_FV.mul_(scale)
 
 
 def _pointer(norm: Norm | None) -> int | None:
-    return None if norm is None or norm.weight is None else norm.weight.data_ptr()
+    return None if norm is None else _address(norm.weight)
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

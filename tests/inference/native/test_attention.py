@@ -51,7 +51,9 @@ class Case:
         query_start = torch.tensor([0, sum(row < self.rows[0] for row in queries), len(queries)])
         out = torch.full((len(queries), self.heads * self.width), torch.nan)
         load_kernels().dmtd_attend(
-            *(one.data_ptr() for one in (self.qkv, self.k_PGDT, self.v_PGTD, self.page_SP)),
+            self.qkv.data_ptr(),
+            self.qkv.shape[1],
+            *(one.data_ptr() for one in (self.k_PGDT, self.v_PGTD, self.page_SP)),
             self.page_SP.shape[1],
             *(column.data_ptr() for column in columns),
             *(one.data_ptr() for one in (query_row, query_start, row_start)),

@@ -12,8 +12,10 @@ from megatron_dmtd.inference.native.build import load_kernels
 from megatron_dmtd.inference.ops.native_ops import NativeOps
 from megatron_dmtd.inference.ops.torch_ops import TorchOps
 from tests.hf.tiny import random_ids
+from tests.inference.looped_models import engine_of, logprobs_of, oracle_logits
 from tests.inference.models import KINDS, PENALTY, Pair
 from tests.inference.ops.passes_to_try import SHAPE, Setting
+from tests.oracles.looped import Looped, random_weights
 from tests.oracles.parallel_dmtd import FOUR_VARIANTS
 
 #: Sizes that the kernels' vectors divide; the feed-forward size leaves a remainder on purpose.
@@ -30,11 +32,74 @@ def wide_pairs(tmp_path_factory) -> dict[str, Pair]:
 def test_norm_and_gate_are_those_of_torch_over_the_whole_range():
     kernels, x = load_kernels(), torch.linspace(-200, 200, 3 * 2 * 37).view(3, 74)
     out = torch.empty(3, 37)
-    kernels.dmtd_gate(x.data_ptr(), out.data_ptr(), 3, 37)
+    kernels.dmtd_gate(x.data_ptr(), None, out.data_ptr(), 3, 37)
     torch.testing.assert_close(out, torch.nn.functional.silu(x[:, :37]) * x[:, 37:], rtol=2e-6, atol=1e-30)
     weight, normed = torch.linspace(0.5, 2, 74), torch.empty(3, 74)
     kernels.dmtd_norm(x.data_ptr(), weight.data_ptr(), normed.data_ptr(), 3, 74, 1e-6)
     torch.testing.assert_close(normed, torch.nn.functional.rms_norm(x, (74,), weight, 1e-6), rtol=2e-6, atol=1e-6)
+
+
+def test_unit_norms_steps_and_gates_are_those_of_float64():
+    """Sizes that vectors do not divide. Level: fp32 rounding."""
+    kernels, generator = load_kernels(), torch.Generator().manual_seed(3)
+    x, y, size = *torch.randn(2, 3, 37, generator=generator).unbind(), torch.rand(37, generator=generator)
+
+    def unit(one: torch.Tensor) -> torch.Tensor:
+        return one / (one.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt()
+
+    normed, stepped = torch.empty(3, 37), x.clone()
+    kernels.dmtd_norm(x.data_ptr(), None, normed.data_ptr(), 3, 37, 1e-6)
+    torch.testing.assert_close(normed.double(), unit(x.double()), rtol=2e-6, atol=1e-7)
+    kernels.dmtd_step(stepped.data_ptr(), y.data_ptr(), size.data_ptr(), 3, 37, 1e-6)
+    start, end = unit(x.double()), unit(y.double())
+    torch.testing.assert_close(stepped.double(), unit(start + size.double() * (end - start)), rtol=2e-6, atol=1e-7)
+
+    rows = torch.tensor([2, 0])
+    for eps in (1e-6, -1.0):
+        gated = y[:2].clone()
+        kernels.dmtd_gate_heads(gated.data_ptr(), x.data_ptr(), 37, size.data_ptr(), rows.data_ptr(), 2, 30, eps)
+        # The kernel takes two rows of 30 numbers.
+        taken = y[:2].double().flatten()[:60].view(2, 30) * torch.sigmoid(x.double()[rows, :30] * size.double()[:30])
+        taken = unit(taken) if eps > 0 else taken
+        torch.testing.assert_close(gated.double().flatten()[:60].view(2, 30), taken, rtol=4e-6, atol=1e-7)
+
+    scale, out = torch.rand(74, generator=generator) * 4, torch.empty(3, 37)
+    gate_up = torch.cat([x, y], dim=-1)
+    kernels.dmtd_gate(gate_up.data_ptr(), scale.data_ptr(), out.data_ptr(), 3, 37)
+    gate, up = (gate_up.double() * scale.double()).chunk(2, -1)
+    torch.testing.assert_close(out.double(), torch.nn.functional.silu(gate) * up, rtol=4e-6, atol=1e-7)
+
+
+LOOPED = {
+    "normalized": Looped(windows=(None, 5, None, 5), head_dim=16, hidden_size=40),
+    "concat_linear": Looped(windows=(None, 5, None, 5), head_dim=16, normalized=False, injection="concat_linear"),
+    "parallel": Looped(
+        windows=(None, 5, None, 5, None),
+        head_dim=16,
+        num_output_layers=2,
+        num_parallel_layers=4,
+        normalized=False,
+        injection="add",
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", LOOPED.values(), ids=LOOPED)
+@pytest.mark.parametrize("mode", ["per_loop", "last_loop"])
+def test_native_kernels_give_the_oracles_numbers_for_looped_layers(shape, mode):
+    """Requests of different loops together. Level: fp32 rounding of logits of a few units, through up to nine visits."""
+    weights, kind = random_weights(shape, seed=1), "real-bidirectional" if shape.num_parallel_layers else "vanilla"
+    settings = {"page_size": 16, "kernels": "native", "kv_mode": mode, "num_loops": 3, "prefill_chunk": 8}
+    engine = engine_of(shape, weights, kind, dtype=torch.float32, **settings)
+    calls = _count_calls(engine)
+    texts, loops = [random_ids(length, seed=length).tolist() for length in (21, 34, 6)], (3, 1, 2)
+    params = [SamplingParams(ignore_eos=True, logprobs=0, num_loops=number) for number in loops]
+    for prompt, number, one in zip(texts, loops, engine.generate(texts, max_new_tokens=12, params=params), strict=True):
+        tokens = [*prompt, *one.token_ids]
+        logits = oracle_logits(shape, weights, tokens, prompt_length=len(prompt), chunk=8, mode=mode, loops=number, kind=kind)
+        found = torch.tensor([choice.logprob for choice in one.logprobs], dtype=torch.float64)
+        torch.testing.assert_close(found, logprobs_of(logits, tokens)[len(prompt) - 1 :], rtol=0, atol=2e-4)
+    assert calls["native"] > 20 and calls["torch"] == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
