@@ -222,7 +222,10 @@ class OptimizerConfig:
     wsd_decay_style: Literal["cosine", "linear", "exponential", "minus_sqrt"] = setting("cosine", resume=_SCHEDULE)
     """Shape of the final decay of `WSD`."""
     weight_decay: float = setting(0.1, NOT_NEGATIVE, resume=_OPTIMIZER)
-    """Decoupled weight decay; norms and biases are exempt."""
+    """Decoupled weight decay; norms, biases, scales and matrices with `unit_weights` are exempt."""
+    unit_weights: bool = setting(True, resume=_OPTIMIZER)
+    """`model.normalized`: after each step divide the vectors along the hidden size of every matrix by their norms. Ignored by
+    other models."""
     beta1: float = setting(0.9, FRACTION, resume=_OPTIMIZER)
     """Decay of Adam's first moment."""
     beta2: float = setting(0.95, FRACTION, resume=_OPTIMIZER)

@@ -43,6 +43,17 @@ def _full_matrix(name: str, shape: tuple[int, ...], *, seed: int, model: ModelCo
     return matrix
 
 
+def unit_dim(name: str, parameter: torch.Tensor) -> int | None:
+    """The dimension of a normalized decoder's matrix along which its vectors have norm 1; None for what is no such matrix.
+
+    It is the one of the hidden size, as in nGPT (arXiv 2410.01131, section 2.6, step 2): rows of the embedding table, the head,
+    and the matrices that read the residual stream, columns of those that write to it. Tensor parallelism splits the other one.
+    """
+    if parameter.dim() != 2 or name == INJECTION_KEY:
+        return None
+    return 0 if name.endswith(ROW_PARALLEL) else 1
+
+
 def _part(matrix: torch.Tensor, name: str, *, dim: int, rank: int, size: int) -> torch.Tensor:
     """A rank's part. The gate and up halves of the gated layer are split separately."""
     if name.endswith("linear_fc1.weight"):
@@ -58,7 +69,10 @@ def fill_injection(weight: torch.Tensor) -> None:
 
 @torch.no_grad()
 def initialize_weights(model: CycleModel, *, seed: int) -> None:
-    """Fill a stage's parameters: matrices from a normal distribution, norms with ones, biases with zeros, scales as specified."""
+    """Fill a stage's parameters: matrices from a normal distribution, norms with ones, biases with zeros, scales as specified.
+
+    Matrices of a normalized decoder have vectors of norm 1 (`unit_dim`).
+    """
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
     for local, parameter in model.named_parameters():
@@ -73,4 +87,7 @@ def initialize_weights(model: CycleModel, *, seed: int) -> None:
         shape = list(parameter.shape)
         shape[dim] *= size
         matrix = _full_matrix(name, tuple(shape), seed=seed, model=model.settings.model)
+        vectors = unit_dim(name, parameter)
+        if model.settings.model.normalized and vectors is not None:
+            matrix = torch.nn.functional.normalize(matrix, dim=vectors)
         parameter.copy_(_part(matrix, name, dim=dim, rank=rank, size=size))

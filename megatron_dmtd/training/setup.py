@@ -21,6 +21,7 @@ from megatron_dmtd.parallel.placement import place
 from megatron_dmtd.platform import Platform
 from megatron_dmtd.training.objectives import make_objective
 from megatron_dmtd.training.state import RunState
+from megatron_dmtd.training.unit_weights import keep_unit_weights
 
 
 def build_models(config: Config, platform: Platform) -> list[CycleModel]:
@@ -65,13 +66,22 @@ def _count_padding_as_state(wrapped: DistributedDataParallel) -> None:
         buffer.numel_unpadded = buffer.numel
 
 
+def _has_unit_weights(config: Config) -> bool:
+    return config.model.normalized and config.optimizer.unit_weights
+
+
+def _weight_decay(config: Config) -> float:
+    """None for a model of scales and unit vectors: it would only shorten what is divided by its norm again."""
+    return 0.0 if _has_unit_weights(config) else config.optimizer.weight_decay
+
+
 def _build_optimizer(config: Config, wrapped: list[DistributedDataParallel]) -> Any:
     ours = config.optimizer
     optimizer_config = OptimizerConfig(
         optimizer="adam",
         lr=ours.lr,
         min_lr=ours.min_lr,
-        weight_decay=ours.weight_decay,
+        weight_decay=_weight_decay(config),
         adam_beta1=ours.beta1,
         adam_beta2=ours.beta2,
         adam_eps=ours.eps,
@@ -94,8 +104,8 @@ def _build_scheduler(config: Config, optimizer: Any) -> OptimizerParamScheduler:
         lr_warmup_steps=ours.warmup_steps,
         lr_decay_steps=ours.decay_steps or config.training.steps,
         lr_decay_style=ours.decay,
-        start_wd=ours.weight_decay,
-        end_wd=ours.weight_decay,
+        start_wd=_weight_decay(config),
+        end_wd=_weight_decay(config),
         wd_incr_steps=config.training.steps,
         wd_incr_style="constant",
         wsd_decay_steps=ours.wsd_decay_steps or None,
@@ -126,6 +136,8 @@ def build_run(config: Config, platform: Platform) -> RunState:
         for chunk in wrapped:
             chunk.broadcast_params()
     optimizer = _build_optimizer(config, wrapped)
+    if _has_unit_weights(config):
+        keep_unit_weights(optimizer, models)
     _connect_schedules(models[0].config, wrapped, optimizer)
     return RunState(
         config=config,
