@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from megatron_dmtd.chats.trace import MARKS, MAX_TRACED_MESSAGES, marking, spans_of, traced
 from megatron_dmtd.chats.turns import REASONING_FIELDS, Chat, ChatError, Turn
 from megatron_dmtd.errors import DataError
 
@@ -67,10 +68,11 @@ def _written(value: Any) -> Any:
 
 
 @lru_cache(maxsize=16)
-def _compiled(source: str) -> Any:
+def _compiled(source: str, *, is_traced: bool = False) -> Any:
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    return _compile_jinja_template(source).environment.overlay(finalize=_written).from_string(source)
+    environment = _compile_jinja_template(source).environment.overlay(finalize=_written)
+    return traced(environment, source) if is_traced else environment.from_string(source)
 
 
 class ChatTemplate:
@@ -90,14 +92,31 @@ class ChatTemplate:
 
     def render_marked(self, chat: Chat, *, prompt: bool = False) -> tuple[str, list[Span]]:
         """The chat as text, and the spans of characters that the template marks as the assistant's. Raises `ChatError`."""
+        return self._written(chat, prompt=prompt, is_traced=False)
+
+    def render_traced(self, chat: Chat, *, prompt: bool = False) -> tuple[str, list[Span | None]]:
+        """The chat as text, and the span of characters that a loop over the messages writes for each: header, contents and end.
+
+        None for a message that no loop writes, or that several do. Raises `ChatError`, also if the text cannot be traced.
+        """
+        text = self.render(chat, prompt=prompt)
+        if MARKS.search(text) or len(chat.messages) > MAX_TRACED_MESSAGES:
+            raise ChatError("it holds characters for private use, with which messages are told apart; leave them out")
+        marked, _ = self._written(chat, prompt=prompt, is_traced=True)
+        plain, spans = spans_of(marked, len(chat.messages))
+        if plain != text:
+            raise ChatError("the chat template changes what it has written for a message, so messages cannot be told apart")
+        return text, spans
+
+    def _written(self, chat: Chat, *, prompt: bool, is_traced: bool) -> tuple[str, list[Span]]:
         messages = self.formed(chat.messages)
         try:
-            return self._render(chat, messages, prompt=prompt)
+            return self._render(chat, messages, prompt=prompt, is_traced=is_traced)
         except Exception as error:  # a template may raise anything on a chat that it does not support
             if all("content" in message for message in messages):
                 raise _refusal(error) from error
         try:
-            return self._render(chat, [{"content": "", **message} for message in messages], prompt=prompt)
+            return self._render(chat, [{"content": "", **message} for message in messages], prompt=prompt, is_traced=is_traced)
         except Exception as error:
             raise _refusal(error) from error
 
@@ -108,14 +127,15 @@ class ChatTemplate:
         fields += sorted(chat.values)
         return [field for field in fields if field not in self.source]
 
-    def _render(self, chat: Chat, messages: Sequence[Turn], *, prompt: bool) -> tuple[str, list[Span]]:
-        compiled = _compiled(self.source)
-        values = {**self._special_tokens, **_guarded(chat.values)}
+    def _render(self, chat: Chat, messages: Sequence[Turn], *, prompt: bool, is_traced: bool = False) -> tuple[str, list[Span]]:
+        compiled = _compiled(self.source, is_traced=is_traced)
+        guarded = _guarded([_with_thoughts(message) for message in messages])
+        values = {**self._special_tokens, **_guarded(chat.values), **(marking(guarded) if is_traced else {})}
         blocks: list[str] = []
         spans: list[Span] = []
         with compiled.environment.activate_tracker(blocks, spans):
             for block in compiled.generate(
-                messages=_guarded([_with_thoughts(message) for message in messages]),
+                messages=guarded,
                 tools=_guarded(chat.tools),
                 documents=_guarded(chat.documents),
                 add_generation_prompt=prompt,

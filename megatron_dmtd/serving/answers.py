@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_dmtd.inference import Event
+from megatron_dmtd.inference.cache_ops.usage import Usage as PromptUsage
 from megatron_dmtd.inference.detokenizer import Detokenizer, TokenDecoder
 from megatron_dmtd.inference.sampler import Choice
 
@@ -43,11 +44,14 @@ class Sample:
         self.num_tokens = 0
         self.prompt_logprobs: Sequence[Choice] = ()
         """Log probabilities of the prompt's tokens, at the end, if asked for."""
+        self.usage: PromptUsage | None = None
+        """What became of the prompt's tokens, at the end."""
 
     def add(self, event: Event) -> Piece | None:
         """The text that one more token makes certain; None if there is none yet."""
         if event.completion is not None:
             self.prompt_logprobs = event.completion.prompt_logprobs
+            self.usage = event.completion.usage
         if event.choice is None:
             return Piece(text="", tokens=(), finish_reason="length")
         self.num_tokens += 1
@@ -104,15 +108,30 @@ def _at_once(value: Any) -> str:
 
 @dataclass(kw_only=True, slots=True)
 class Usage:
-    """Numbers of tokens."""
+    """Numbers of tokens. Of the prompt's, each is at most one of the last four (docs/cache_operations.md)."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
+    repos_tokens: int = 0
+    drop_skipped_tokens: int = 0
+    prefill_tokens: int = 0
 
-    def fields(self) -> dict[str, int]:
-        """In an answer."""
-        total = self.prompt_tokens + self.completion_tokens
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total}
+    def fields(self) -> dict[str, Any]:
+        """In an answer: OpenAI's fields, and this server's, which also stand where OpenAI's has `cached_tokens`."""
+        reused = {
+            "cached_tokens": self.cached_tokens,
+            "repos_tokens": self.repos_tokens,
+            "drop_skipped_tokens": self.drop_skipped_tokens,
+        }
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            **reused,
+            "prefill_tokens": self.prefill_tokens,
+            "prompt_tokens_details": reused,
+        }
 
 
 @dataclass(kw_only=True, slots=True)

@@ -40,7 +40,12 @@ class Job:
         found: list[Stream | BaseException] = []
         try:
             queued = (
-                self._worker.submit(prompt.ids, max_new_tokens=self._max_new_tokens, params=self._params)
+                self._worker.submit(
+                    prompt.ids,
+                    max_new_tokens=self._max_new_tokens,
+                    params=self._params,
+                    cache=None if prompt.program is None else prompt.program.operations,
+                )
                 for prompt in self._prompts
             )
             found = await asyncio.gather(*queued, return_exceptions=True)
@@ -147,9 +152,16 @@ class Job:
             self._metrics.first_token_s.observe(time.perf_counter() - self._arrived_s)
 
     def _usage(self) -> Usage:
+        # Of several outputs of a prompt the first one counts: the others find in the cache what it has computed.
+        first = [self._samples.get(number * self._params.n) for number in range(len(self._streams))]
+        own = [sample.usage for sample in first if sample is not None and sample.usage is not None]
         return Usage(
             prompt_tokens=sum(len(stream.prompt_ids) for stream in self._streams),
             completion_tokens=sum(sample.num_tokens for sample in self._samples.values()),
+            cached_tokens=sum(usage.cached_tokens for usage in own),
+            repos_tokens=sum(usage.repos_tokens for usage in own),
+            drop_skipped_tokens=sum(usage.drop_skipped_tokens for usage in own),
+            prefill_tokens=sum(usage.prefill_tokens for usage in own),
         )
 
 

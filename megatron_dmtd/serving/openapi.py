@@ -208,7 +208,9 @@ def _answer_schemas() -> Schema:
     model = _object(
         {"id": _STRING, "object": {"const": "model"}, "created": _INTEGER, "owned_by": _STRING, "max_model_len": _INTEGER}
     )
-    usage = _object(dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _INTEGER))
+    reused = dict.fromkeys(("cached_tokens", "repos_tokens", "drop_skipped_tokens"), _INTEGER)
+    counts = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens", *reused, "prefill_tokens"), _INTEGER)
+    usage = _object(counts | {"prompt_tokens_details": _object(reused)})
     token = {"token": _STRING, "logprob": _NUMBER, "bytes": _or_null(_array(_INTEGER))}
     chat_logprobs = _object(
         {"content": _array(_object({**token, "top_logprobs": _array(_object(token))})), "refusal": {"type": "null"}}

@@ -9,17 +9,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import cast
 
+from megatron_dmtd.chats.owners import Beginnings, render_with_owners
 from megatron_dmtd.chats.template import ChatTemplates
 from megatron_dmtd.chats.turns import Chat, ChatError, read_turns
 from megatron_dmtd.errors import DataError, DMTDError, shown
 from megatron_dmtd.inference import Engine, SamplingParams
 from megatron_dmtd.inference.admission import check_length, check_length_cap, checked_ids
+from megatron_dmtd.inference.cache_ops.admission import timeline_of
 from megatron_dmtd.inference.sampling_params import ParameterError
 from megatron_dmtd.inference.text import encode
 from megatron_dmtd.serving.bodies import parsed
 from megatron_dmtd.serving.faults import TOO_LONG, RequestError, UnknownModelError
+from megatron_dmtd.serving.message_cache import MessageOperations, Program
 from megatron_dmtd.serving.requests import ChatRequest, CompletionRequest, GenerationRequest
 
 #: what transformers itself passes to a chat template, besides the parameters of `apply_chat_template`
@@ -33,6 +37,8 @@ class Prompt:
     ids: list[int]
     text: str | None = None
     """None where it came as ids."""
+    program: Program | None = None
+    """Its cache operations; None for an ordinary prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +58,7 @@ class Preparation:
         """`max_samples`: the outputs of one request at most, as many as the server can ever hold."""
         self.engine, self.model_name, self.defaults, self.max_samples = engine, model_name, defaults, max_samples
         self.tokenizer = engine.tokenizer
+        self._beginnings = Beginnings()
         # These are switched off here once and never set again by a call, so several threads may use the tokenizer at once.
         self.tokenizer.backend_tokenizer.no_truncation()
         self.tokenizer.backend_tokenizer.no_padding()
@@ -105,30 +112,68 @@ class Preparation:
 
     def _checked(self, body: GenerationRequest, prompts: list[Prompt], params: SamplingParams) -> Prepared:
         """What the engine will not refuse."""
-        max_length, vocab_size = self.engine.max_length, self.engine.model.schedule.decoder.vocab_size
-        longest = max(len(prompt.ids) for prompt in prompts)
-        max_new_tokens = max(max_length - longest, 1) if body.most_tokens is None else body.most_tokens
-        cap, place = body.name_of("max_new_tokens"), body.name_of("prompt")
-        check_length_cap(max_new_tokens, params)
+        vocab_size = self.engine.model.schedule.decoder.vocab_size
+        place = body.name_of("prompt")
         try:
             for prompt in prompts:
                 checked_ids(prompt.ids, vocab_size)
         except DataError as error:
             raise _named(error, param=place) from error
+        room = min(self._room(prompt) for prompt in prompts)
+        max_new_tokens = max(room, 1) if body.most_tokens is None else body.most_tokens
+        check_length_cap(max_new_tokens, params)
+        ordinary = [len(prompt.ids) for prompt in prompts if prompt.program is None]
+        if ordinary:
+            self._check_length(max(ordinary), max_new_tokens, cap=body.name_of("max_new_tokens"), place=place)
+        for prompt in prompts:
+            self._check_program(prompt, max_new_tokens)
+        return Prepared(body=body, prompts=prompts, params=params, max_new_tokens=max_new_tokens)
+
+    def _room(self, prompt: Prompt) -> int:
+        """Tokens that may follow a prompt."""
+        used = len(prompt.ids)
+        if prompt.program is not None:
+            try:
+                used = timeline_of(prompt.program.operations, used, 0, self.engine.method).state(used).next_position
+            except DataError as error:
+                raise prompt.program.named(error) from error
+        return self.engine.max_length - used
+
+    def _check_length(self, longest: int, max_new_tokens: int, *, cap: str, place: str) -> None:
+        max_length = self.engine.max_length
         try:
             check_length(longest, max_new_tokens, max_length, name=cap)
         except DataError as error:
             raise _named(error, param=place if longest >= max_length else cap, code=TOO_LONG) from error
-        return Prepared(body=body, prompts=prompts, params=params, max_new_tokens=max_new_tokens)
+
+    def _check_program(self, prompt: Prompt, max_new_tokens: int) -> None:
+        """Refuse in the words of the request what the engine would refuse in its own. Positions count, not tokens."""
+        if prompt.program is None:
+            return
+        num_tokens = len(prompt.ids)
+        try:
+            timeline = timeline_of(prompt.program.operations, num_tokens, max_new_tokens, self.engine.method)
+            timeline.check_positions(num_tokens + max_new_tokens, self.engine.max_length)
+        except DataError as error:
+            raise prompt.program.named(error) from error
 
     # Prompts.
 
     def _texts(self, body: GenerationRequest) -> list[Prompt]:
         assert isinstance(body, CompletionRequest), type(body)
-        return [Prompt(self._encoded(one), one) if isinstance(one, str) else Prompt(one) for one in body.prompts]
+        found: list[Prompt] = []
+        for index, (one, operations) in enumerate(zip(body.prompts, body.programs, strict=True)):
+            name = f"cache[{index}]" if len(body.prompts) > 1 else "cache"
+            program = None if operations is None else Program(operations, partial(_place, name))
+            if isinstance(one, str):
+                found.append(Prompt(self._encoded(one, is_bounded=program is None), one, program))
+            else:
+                found.append(Prompt(cast(list[int], one), program=program))
+        return found
 
-    def _encoded(self, text: str) -> list[int]:
-        self._check_characters(text, param="prompt")
+    def _encoded(self, text: str, *, is_bounded: bool) -> list[int]:
+        if is_bounded:
+            self._check_characters(text, param="prompt")
         return encode(self.tokenizer, text)
 
     def _check_characters(self, text: str, *, param: str) -> None:
@@ -142,12 +187,43 @@ class Preparation:
             )
 
     def _chat(self, body: ChatRequest) -> list[Prompt]:
-        text = self._written(body)
+        self._check_template(body)
+        operations = body.operations
+        if operations is not None:
+            return [self._edited(body, operations)]
+        try:
+            text = ChatTemplates(self.tokenizer).render(_chat_of(body, self.tokenizer.chat_template), prompt=True)
+        except ChatError as error:
+            raise _unwritten(error) from error
         self._check_characters(text, param="messages")
         return [Prompt(encode(self.tokenizer, text, add_special_tokens=False))]
 
-    def _written(self, body: ChatRequest) -> str:
-        """A chat as a text."""
+    def _edited(self, body: ChatRequest, operations: MessageOperations) -> Prompt:
+        """A chat with cache operations. Its text may be longer than the model's longest; the limit on bodies is its bound."""
+        operations.check(len(body.messages))
+        chat = _chat_of(body, self.tokenizer.chat_template)
+        template = ChatTemplates(self.tokenizer).of(chat)
+        try:
+            owned = render_with_owners(template, chat, bos=self.tokenizer.bos_token)
+            self._beginnings.check(template, chat, owned, operations.triggers)
+        except ChatError as error:
+            raise _unwritten(error) from error
+        ids = encode(self.tokenizer, owned.text, add_special_tokens=False)
+        return Prompt(ids, program=operations.program(owned, self._token_starts(owned.text, ids)))
+
+    def _token_starts(self, text: str, ids: list[int]) -> list[int]:
+        """The character at which each token begins."""
+        found = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+        if list(found.ids) != ids:
+            raise RequestError(
+                found="a tokenizer that does not say which characters its tokens stand for",
+                required="one that does, to find the tokens of a message",
+                remedy="give token ids and operations on them to /v1/completions",
+                param="cache",
+            )
+        return [begin for begin, _ in found.offsets]
+
+    def _check_template(self, body: ChatRequest) -> None:
         if not getattr(self.tokenizer, "chat_template", None):
             raise RequestError(
                 found="a model whose tokenizer has no chat template",
@@ -162,16 +238,20 @@ class Preparation:
                 remedy="drop what is not one",
                 param=f"chat_template_kwargs.{reserved[0]}",
             )
-        templates = ChatTemplates(self.tokenizer)
-        try:
-            return templates.render(_chat_of(body, self.tokenizer.chat_template), prompt=True)
-        except ChatError as error:
-            raise RequestError(
-                found=f"messages that cannot be written: {error}",
-                required="roles in an order, and contents, that the model's chat template knows",
-                remedy="change the messages",
-                param="messages",
-            ) from error
+
+
+def _place(name: str, index: int) -> str:
+    """Where an operation stands that came as such."""
+    return f"{name}[{index}]"
+
+
+def _unwritten(error: ChatError) -> RequestError:
+    return RequestError(
+        found=f"messages that cannot be written: {error}",
+        required="roles in an order, and contents, that the model's chat template knows",
+        remedy="change the messages",
+        param="messages",
+    )
 
 
 def _chat_of(body: ChatRequest, template: str | Mapping[str, str]) -> Chat:

@@ -28,7 +28,9 @@ from pydantic import (
 
 from megatron_dmtd.errors import shown
 from megatron_dmtd.inference import SamplingParams
+from megatron_dmtd.serving.cache_fields import Drops, MessageNumbers, Programs
 from megatron_dmtd.serving.faults import RequestError
+from megatron_dmtd.serving.message_cache import MessageOperations
 
 #: what OpenAI's clients send for their accounts
 FOR_ACCOUNTS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
@@ -285,6 +287,8 @@ class CompletionRequest(GenerationRequest):
     max_tokens: Annotated[int, _within(minimum=0), _WHOLE] = _DEFAULT_MAX_TOKENS
     """0: only the prompt, for `echo`."""
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS), _WHOLE] = None
+    cache: Programs | None = None
+    """Cache operations of the prompt, or for several prompts a list of those of each."""
     echo: bool = False
     """Return the prompt before the output, with log probabilities of its tokens if those are asked for; not streamed."""
 
@@ -319,6 +323,21 @@ class CompletionRequest(GenerationRequest):
     def prompts(self) -> list[str] | list[list[int]]:
         """One or more texts, or lists of token ids."""
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt
+
+    @property
+    def programs(self) -> list[Any]:
+        """The cache operations of each prompt; None for an ordinary one."""
+        num_prompts = len(self.prompts)
+        if self.cache is None or num_prompts == 1:
+            return [self.cache] * num_prompts
+        if len(self.cache) != num_prompts or not all(one is None or isinstance(one, list) for one in self.cache):
+            raise RequestError(
+                found=f"a cache of {len(self.cache)} items for {num_prompts} prompts",
+                required="a list of operations, or null, for each prompt",
+                remedy="give as many lists as prompts",
+                param="cache",
+            )
+        return self.cache
 
 
 class TextPart(_Fields):
@@ -384,6 +403,16 @@ class Message(_Fields):
         return turn
 
 
+class CacheOfMessages(_Fields):
+    """`cache` of a chat."""
+
+    drop: Drops = {}
+    drop_message: Drops | None = None
+    """Another name for `drop`."""
+    reposition: MessageNumbers = []
+    """Messages after which the survivors move to positions from 0."""
+
+
 class ChatRequest(GenerationRequest):
     """The body of `/v1/chat/completions`."""
 
@@ -395,6 +424,12 @@ class ChatRequest(GenerationRequest):
     """Only with `logprobs`."""
     chat_template_kwargs: dict[str, Any] = {}
     """This server's own: more values for the model's chat template."""
+    cache: CacheOfMessages | None = None
+    """This server's own: cache operations, by message numbers from 0. An empty object has none, and keeps the chat for later."""
+    drop_message: Drops | None = None
+    """`cache.drop`, next to the messages."""
+    reposition: MessageNumbers | None = None
+    """`cache.reposition`, next to the messages."""
 
     @property
     def num_logprobs(self) -> int | None:
@@ -410,6 +445,31 @@ class ChatRequest(GenerationRequest):
         """See `GenerationRequest`."""
         length = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return {"max_new_tokens": length, "logprobs": "top_logprobs", "prompt": "messages"}.get(parameter, parameter)
+
+    @property
+    def operations(self) -> MessageOperations | None:
+        """Cache operations; None for an ordinary request."""
+        if self.cache is None and self.drop_message is None and self.reposition is None:
+            return None
+        cache, is_nested = self.cache or CacheOfMessages(), self.cache is not None
+        drop = self.drop_message if not is_nested else cache.drop if cache.drop_message is None else cache.drop_message
+        name = "drop" if is_nested and cache.drop_message is None else "drop_message"
+        return MessageOperations(
+            drop=drop or {},
+            reposition=(cache.reposition if is_nested else self.reposition) or [],
+            drop_name=f"cache.{name}" if is_nested else name,
+            reposition_name="cache.reposition" if is_nested else "reposition",
+        )
+
+    @model_validator(mode="after")
+    def _cache_is_given_once(self) -> ChatRequest:
+        if self.cache is not None:
+            if self.drop_message is not None or self.reposition is not None:
+                found = "cache together with drop_message or reposition"
+                raise _contradiction(found, param="cache", remedy="put everything into cache")
+            if self.cache.drop and self.cache.drop_message is not None:
+                raise _contradiction("cache.drop together with cache.drop_message", param="cache", remedy="give cache.drop alone")
+        return self
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:
@@ -463,4 +523,13 @@ def _place(parts: tuple[int | str, ...]) -> str:
     return ".".join(str(part) for part in parts if isinstance(part, int) or part in names)
 
 
-_KINDS: tuple[type[BaseModel], ...] = (CompletionRequest, ChatRequest, StreamOptions, Message, TextPart, ToolCall, Function)
+_KINDS: tuple[type[BaseModel], ...] = (
+    CompletionRequest,
+    ChatRequest,
+    CacheOfMessages,
+    StreamOptions,
+    Message,
+    TextPart,
+    ToolCall,
+    Function,
+)

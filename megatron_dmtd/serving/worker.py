@@ -11,6 +11,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from megatron_dmtd.inference import Engine, Event, SamplingParams
 from megatron_dmtd.serving.faults import OutOfServiceError, OverloadError
@@ -81,8 +82,10 @@ class Worker:
         """Samples in the batch."""
         return len(self.engine.scheduler.running)
 
-    async def submit(self, prompt_ids: list[int], *, max_new_tokens: int, params: SamplingParams) -> Stream:
-        """Queue a prompt.
+    async def submit(
+        self, prompt_ids: list[int], *, max_new_tokens: int, params: SamplingParams, cache: list[Any] | None = None
+    ) -> Stream:
+        """Queue a prompt. `cache`: see `Engine.submit`.
 
         Raises:
             OverloadError: Too many wait.
@@ -103,7 +106,7 @@ class Worker:
             error: Exception | None = self.out_of_service
             try:
                 if error is None:
-                    stream.request_id = self.engine.submit(prompt_ids, max_new_tokens=max_new_tokens, params=params)
+                    stream.request_id = self.engine.submit(prompt_ids, max_new_tokens=max_new_tokens, params=params, cache=cache)
                     self._streams[stream.request_id] = stream
             except Exception as refusal:  # whatever it is, it concerns only this caller
                 error = refusal

@@ -51,9 +51,10 @@ def serving(
     api_key: str | None = None,
     max_body_bytes: int | None = None,
     grace_s: float = 30,
+    dtype: str = "float32",
     **options,
 ) -> Iterator[Served]:
-    engine = Engine(folder, EngineConfig(**{"max_batch": 4, "cache_tokens": 2048, **options}), device="cpu")
+    engine = Engine(folder, EngineConfig(**{"max_batch": 4, "cache_tokens": 2048, **options}), device="cpu", dtype=dtype)
     config = ServerConfig(model_name="tiny", api_key=api_key, defaults={"temperature": 0.0}, max_body_bytes=max_body_bytes)
     worker = Worker(engine, max_waiting=max_waiting)
     server = Server(make_app(worker, config), worker, grace_s=grace_s)

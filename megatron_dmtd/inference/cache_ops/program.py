@@ -100,6 +100,16 @@ def _refusal(found: str, required: str) -> DataError:
     return DataError(found=found, required=required, remedy="correct the request's cache operations")
 
 
+def _active_within(ranges: Ranges, active: npt.NDArray[np.bool_]) -> Indices:
+    """Tokens of these ranges that are active, rising, each once. Each token is looked at once, however many ranges name it."""
+    found, end = [np.zeros(0, np.int64)], 0
+    for begin, stop in sorted(ranges):
+        begin, end = max(begin, end), max(stop, end)
+        if begin < end:
+            found.append(begin + np.flatnonzero(active[begin:end]))
+    return np.concatenate(found)
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """The time between two repositions that change something."""
@@ -159,9 +169,7 @@ class Timeline:
             self.birth[known:head] = position[known:head] = np.arange(following, following + born)
             active[known:head] = True
             known, following = head, following + born
-            dropped = [np.arange(begin, end) for begin, end in one.drop]
-            fresh = np.unique(np.concatenate([np.zeros(0, np.int64), *dropped]))
-            fresh = fresh[active[fresh]]
+            fresh = _active_within(one.drop, active)
             if len(fresh):
                 active[fresh], self.expiry[fresh], self._dropped_by[fresh] = False, head, number
                 self._record_drop(head, fresh)
