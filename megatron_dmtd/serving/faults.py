@@ -11,6 +11,8 @@ from megatron_dmtd.errors import CapabilityError, ConfigError, DMTDError
 
 #: what OpenAI's API calls a request that is too long for the model
 TOO_LONG = "context_length_exceeded"
+#: cache operations that do not fit to the messages or tokens of their request
+BAD_OPERATIONS = "invalid_cache_operations"
 
 
 class RequestError(ConfigError):

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_dmtd.chats.owners import OwnedText
 from megatron_dmtd.errors import DataError
-from megatron_dmtd.serving.faults import RequestError
+from megatron_dmtd.serving.faults import BAD_OPERATIONS, RequestError
 
 #: how the engine names an operation that it refuses
 _OPERATION = re.compile(r"cache\[(\d+)\]")
@@ -116,7 +116,7 @@ class Program:
     def named(self, error: DataError) -> RequestError:
         """A refusal of the engine's, in the words of the request."""
         found = _OPERATION.sub(lambda match: self.places(int(match[1])), error.found)
-        return RequestError(found=found, required=error.required, remedy=error.remedy, param="cache")
+        return RequestError(found=found, required=error.required, remedy=error.remedy, param="cache", code=BAD_OPERATIONS)
 
 
 def _refused(found: str, required: str, place: str) -> RequestError:

@@ -29,7 +29,7 @@ from pydantic import (
 from megatron_dmtd.errors import shown
 from megatron_dmtd.inference import SamplingParams
 from megatron_dmtd.serving.cache_fields import Drops, MessageNumbers, Programs
-from megatron_dmtd.serving.faults import RequestError
+from megatron_dmtd.serving.faults import BAD_OPERATIONS, RequestError
 from megatron_dmtd.serving.message_cache import MessageOperations
 
 #: what OpenAI's clients send for their accounts
@@ -336,6 +336,7 @@ class CompletionRequest(GenerationRequest):
                 required="a list of operations, or null, for each prompt",
                 remedy="give as many lists as prompts",
                 param="cache",
+                code=BAD_OPERATIONS,
             )
         return self.cache
 

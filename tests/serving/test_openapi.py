@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def described(tmp_path_factory):
     folder = save_text_model(tmp_path_factory.mktemp("described") / "model")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    with serving(folder, max_waiting=500, api_key="secret") as served:
+    with serving(folder, max_waiting=500, api_key="secret", max_length=64) as served:
         yield served
         served.until_idle()
 
