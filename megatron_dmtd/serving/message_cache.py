@@ -120,6 +120,5 @@ class Program:
 
 
 def _refused(found: str, required: str, place: str) -> RequestError:
-    return RequestError(
-        found=found, required=required, remedy="correct the request's cache operations", param=place.split(".")[0]
-    )
+    remedy = "correct the request's cache operations"
+    return RequestError(found=found, required=required, remedy=remedy, param=place.split(".")[0], code=BAD_OPERATIONS)
