@@ -134,7 +134,7 @@ class Preparation:
         used = len(prompt.ids)
         if prompt.program is not None:
             try:
-                used = timeline_of(prompt.program.operations, used, 0, self.engine.method).state(used).next_position
+                used = timeline_of(prompt.program.operations, used, 0, self.engine.model.schedule).state(used).next_position
             except DataError as error:
                 raise prompt.program.named(error) from error
         return self.engine.max_length - used
@@ -152,7 +152,7 @@ class Preparation:
             return
         num_tokens = len(prompt.ids)
         try:
-            timeline = timeline_of(prompt.program.operations, num_tokens, max_new_tokens, self.engine.method)
+            timeline = timeline_of(prompt.program.operations, num_tokens, max_new_tokens, self.engine.model.schedule)
             timeline.check_positions(num_tokens + max_new_tokens, self.engine.max_length)
         except DataError as error:
             raise prompt.program.named(error) from error
