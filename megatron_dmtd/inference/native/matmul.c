@@ -4,39 +4,7 @@
  */
 #include "vectors.h"
 
-/* What stays in registers: sums of three rows of w times TILE_ROWS of x. */
-#ifdef __AVX512F__
-#define TILE_ROWS 8
-#else
-#define TILE_ROWS 4
-#endif
-
-typedef uint16_t half_vec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-typedef uint32_t bits_vec __attribute__((vector_size(4 * LANES)));
-
-/* A vector of weights as fp32: bfloat16 is the upper half of an fp32. */
-INLINE vec load_weights(const void *w, i64 index, const int is_bf16) {
-  if (!is_bf16) return *(const vec *)((const float *)w + index);
-  bits_vec bits = __builtin_convertvector(*(const half_vec *)((const uint16_t *)w + index), bits_vec) << 16;
-  return (vec)bits;
-}
-
-INLINE float load_weight(const void *w, i64 index, const int is_bf16) {
-  if (!is_bf16) return ((const float *)w)[index];
-  uint32_t bits = (uint32_t)((const uint16_t *)w)[index] << 16;
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-/* Keeps a vector in a register: compilers would rather load it again for every product, and run out of loads. */
-#if defined(__AVX512F__)
-#define KEEP(v) __asm__ volatile("" : "+v"(v))
-#elif defined(__AVX__)
-#define KEEP(v) __asm__ volatile("" : "+x"(v))
-#else
-#define KEEP(v)
-#endif
+void dmtd_matmul_panels(const float *, const void *, const float *, const float *, float *, i64, i64, i64, int);
 
 /* How far ahead of its use a weight is fetched if few rows of x pass. */
 #define AHEAD_BYTES 1536
@@ -44,7 +12,8 @@ INLINE float load_weight(const void *w, i64 index, const int is_bf16) {
    them. */
 #define GROUP 2
 #define BLOCK_COLUMNS 256
-#define MOST_ROWS 64
+/* More rows go to panels.c. */
+#define MOST_ROWS 24
 
 /* Adds the products of M rows of x and B rows of w, `stream` numbers apart, over `num` columns, to sums[B][M]. Every weight is
    loaded once and serves M rows. `packed` holds x interleaved: the first vector of every row, then the second of every row. With
@@ -122,11 +91,14 @@ typedef struct {
 static i64 rows_of_tile(const Product *p, i64 first) { return p->R - first < TILE_ROWS ? p->R - first : TILE_ROWS; }
 
 /* Sums to outputs, with the columns after the last whole vector. */
-static void finish(const Product *p, const vec *sums, i64 first, i64 rows, i64 row, i64 count) {
+static void finish(const Product *p, vec *sums, i64 first, i64 rows, i64 row, i64 count) {
+  float totals[3 * TILE_ROWS + LANES];
+  for (i64 i = rows * count; i % LANES; i++) sums[i] = (vec){0};
+  for (i64 i = 0; i < rows * count; i += LANES) *(vec *)(totals + i) = sums_of(sums + i);
   for (i64 b = 0; b < count; b++)
     for (i64 m = 0; m < rows; m++) {
       i64 column = row + b * p->third, at = (first + m) * p->num_out + column;
-      float total = sum_of(sums[b * rows + m]);
+      float total = totals[b * rows + m];
       const float *x = p->x + (first + m) * p->num_in;
       for (i64 k = p->whole; k < p->num_in; k++) total += load_weight(p->w, column * p->num_in + k, p->is_bf16) * x[k];
       p->out[at] = total + (p->bias ? p->bias[column] : 0) + (p->residual ? p->residual[at] : 0);
@@ -136,7 +108,7 @@ static void finish(const Product *p, const vec *sums, i64 first, i64 rows, i64 r
 /* Rows [row, row + num) of w, and with `count` 3 those one and two thirds further, times all rows of x. While the rows of x pass
    over one block of weights, the next block is fetched, in equal parts. */
 static void multiply(const Product *p, i64 row, i64 num, i64 count) {
-  vec sums[(MOST_ROWS / TILE_ROWS) * GROUP][3 * TILE_ROWS];
+  vec sums[(MOST_ROWS / TILE_ROWS) * GROUP][3 * TILE_ROWS + LANES];
   i64 num_tiles = (p->R + TILE_ROWS - 1) / TILE_ROWS, step = num_tiles > 1 ? BLOCK_COLUMNS : p->whole, bytes = p->is_bf16 ? 2 : 4;
   const char *w = p->w;
   memset(sums, 0, sizeof sums[0] * (size_t)(num_tiles * GROUP));
@@ -162,7 +134,7 @@ static void multiply(const Product *p, i64 row, i64 num, i64 count) {
 /* out[R][num_out] = x[R][num_in] w[num_out][num_in]' + bias[num_out] + residual[R][num_out]; bias and residual may be null, out may
    be residual. Rows of w that are taken together lie num_out / 3 apart, so that each thread reads three long streams, which
    prefetching follows. */
-static void multiply_some(const float *x, const void *w, const float *bias, const float *residual, float *out, i64 R, i64 num_in,
+static void multiply_few(const float *x, const void *w, const float *bias, const float *residual, float *out, i64 R, i64 num_in,
                           i64 num_out, int is_bf16) {
   i64 third = num_out / 3, whole = num_in / LANES * LANES, group = R > TILE_ROWS ? GROUP : 1;
   float *packed = scratch_of(R * whole);
@@ -182,7 +154,8 @@ static void multiply_some(const float *x, const void *w, const float *bias, cons
 
 void dmtd_matmul(const float *x, const void *w, const float *bias, const float *residual, float *out, i64 R, i64 num_in,
                  i64 num_out, i64 is_bf16) {
-  for (i64 first = 0; first < R; first += MOST_ROWS)
-    multiply_some(x + first * num_in, w, bias, residual ? residual + first * num_out : NULL, out + first * num_out,
-                  R - first < MOST_ROWS ? R - first : MOST_ROWS, num_in, num_out, is_bf16 != 0);
+  if (R <= MOST_ROWS)
+    multiply_few(x, w, bias, residual, out, R, num_in, num_out, is_bf16 != 0);
+  else
+    dmtd_matmul_panels(x, w, bias, residual, out, R, num_in, num_out, is_bf16 != 0);
 }

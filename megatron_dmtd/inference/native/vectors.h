@@ -28,7 +28,73 @@ INLINE float sum_of(vec v) {
   return (total[0] + total[2]) + (total[1] + total[3]);
 }
 
+typedef int32_t lane_vec __attribute__((vector_size(4 * LANES)));
+
+/* Of two vectors that hold sums in runs of lanes, one that holds all of these sums in runs half as long, in order. */
+INLINE vec fold(vec a, vec b, lane_vec lower, lane_vec upper) { return __builtin_shuffle(a, b, lower) + __builtin_shuffle(a, b, upper); }
+
+/* The sums of LANES vectors, each over its own lanes. */
+INLINE vec sums_of(const vec *v) {
+#if LANES == 16
+  const lane_vec by_8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
+  const lane_vec by_4 = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
+  const lane_vec by_2 = {0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29};
+  const lane_vec by_1 = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+#else
+  const lane_vec by_4 = {0, 1, 2, 3, 8, 9, 10, 11}, by_2 = {0, 1, 4, 5, 8, 9, 12, 13}, by_1 = {0, 2, 4, 6, 8, 10, 12, 14};
+#endif
+  vec parts[8];
+#pragma GCC unroll 8
+  for (i64 i = 0; i < 8; i++)
+#if LANES == 16
+    parts[i] = fold(v[2 * i], v[2 * i + 1], by_8, by_8 + 8);
+#else
+    parts[i] = v[i];
+#endif
+#pragma GCC unroll 4
+  for (i64 i = 0; i < 4; i++) parts[i] = fold(parts[2 * i], parts[2 * i + 1], by_4, by_4 + 4);
+#pragma GCC unroll 2
+  for (i64 i = 0; i < 2; i++) parts[i] = fold(parts[2 * i], parts[2 * i + 1], by_2, by_2 + 2);
+  return fold(parts[0], parts[1], by_1, by_1 + 1);
+}
+
 INLINE vec load(const float *p) { return *(const vec *)p; }
+
+/* What stays in registers: sums of three rows of w times TILE_ROWS of x. */
+#ifdef __AVX512F__
+#define TILE_ROWS 8
+#else
+#define TILE_ROWS 4
+#endif
+
+typedef uint16_t half_vec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef uint32_t bits_vec __attribute__((vector_size(4 * LANES)));
+
+/* A vector of weights as fp32: bfloat16 is the upper half of an fp32. */
+INLINE vec load_weights(const void *w, i64 index, const int is_bf16) {
+  if (!is_bf16) return *(const vec *)((const float *)w + index);
+  bits_vec bits = __builtin_convertvector(*(const half_vec *)((const uint16_t *)w + index), bits_vec) << 16;
+  return (vec)bits;
+}
+
+INLINE float load_weight(const void *w, i64 index, const int is_bf16) {
+  if (!is_bf16) return ((const float *)w)[index];
+  uint32_t bits = (uint32_t)((const uint16_t *)w)[index] << 16;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+/* Keeps a vector in a register: compilers would rather load it again for every product, and run out of loads. */
+#if defined(__AVX512F__)
+#define KEEP(v) __asm__ volatile("" : "+v"(v))
+#elif defined(__AVX__)
+#define KEEP(v) __asm__ volatile("" : "+x"(v))
+#else
+#define KEEP(v)
+#endif
+
+#define CACHE_LINE 64
 
 /* Memory of one thread for one call; the next call may overwrite it. */
 static __thread float *scratch = NULL;
@@ -37,7 +103,8 @@ static __thread i64 scratch_size = 0;
 INLINE float *scratch_of(i64 size) {
   if (size > scratch_size) {
     free(scratch);
-    scratch = malloc((size_t)size * sizeof(float));
+    size_t lines = ((size_t)size * sizeof(float) + CACHE_LINE - 1) / CACHE_LINE;
+    scratch = aligned_alloc(CACHE_LINE, lines * CACHE_LINE); /* a vector that crosses lines takes two loads */
     if (!scratch) abort();
     scratch_size = size;
   }

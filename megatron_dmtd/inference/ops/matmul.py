@@ -2,8 +2,9 @@
 
 Up to eight rows our own kernel is bound by reading the weights, and others can only be slower. A piece of a prompt has hundreds
 of rows, and goes to `platform.products`. Between, which one wins is measured on the model's own weights. All of them read the
-weights as they are stored, `[out, in]`, so that no second copy is needed; weights in bfloat16 are widened for
-`platform.products`, a block of them at a time.
+weights as they are stored, `[out, in]`: no second copy of the model is kept. Our own kernel copies a few rows of a matrix at a
+time for more than 24 rows of `x` (`native/panels.c`); weights in bfloat16 are widened for `platform.products`, a block of them at a
+time.
 
 Shape legend: R rows of a pass.
 """
@@ -23,7 +24,7 @@ from megatron_dmtd.platform import products
 #: Up to this many rows our own kernel is always used: on a busy machine a measurement would choose at random.
 FEW_ROWS = 8
 #: Numbers of rows that are measured; a product uses the kernel that was fastest at the next larger one.
-ROW_COUNTS = (12, 16, 24, 32, 64)
+ROW_COUNTS = (12, 16, 24, 32, 64, 128)
 #: Calls per kernel and number of rows; the fastest counts, since other work on the machine only makes calls slower.
 TRIALS = 5
 #: Another kernel is used only if it takes less than this fraction of our own's time: measurements are noisy.

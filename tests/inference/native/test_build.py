@@ -7,7 +7,7 @@ from megatron_dmtd.inference.native import build
 
 
 def test_every_c_file_is_compiled_into_one_library_that_has_every_kernel():
-    assert [path.name for path in build.SOURCES] == ["attention.c", "elementwise.c", "matmul.c"]
+    assert [path.name for path in build.SOURCES] == ["attention.c", "elementwise.c", "matmul.c", "panels.c"]
     library = build.load_kernels()
     assert all(getattr(library, name).argtypes == types for name, types in build.SIGNATURES.items())
     assert library is build.load_kernels()

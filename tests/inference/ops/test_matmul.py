@@ -43,6 +43,29 @@ def test_products_in_several_blocks_of_columns_and_rows(rows, dtype):
     torch.testing.assert_close(out.double(), x.double() @ weight.double().t(), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "num_in", "num_out"), [(25, 1024, 96), (31, 2100, 49), (97, 1041, 101), (140, 60, 143)])
+def test_many_rows_multiply_with_copies_of_a_part_of_the_matrix(rows, num_in, num_out, dtype):
+    """More than 24 rows: 48 rows of the matrix at a time, 1,024 columns at a time, 128 rows of x at a time, and remainders of all.
+
+    Level: fp32 sums against float64; bitwise on one and on two threads.
+    """
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = torch.randn(rows, num_in, generator=generator), torch.randn(num_out, num_in, generator=generator).to(dtype)
+    bias, residual = torch.randn(num_out, generator=generator), torch.randn(rows, num_out, generator=generator)
+    threads, found = torch.get_num_threads(), []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        out = residual.clone()
+        pointers = (tensor.data_ptr() for tensor in (x, weight, bias, out, out))
+        load_kernels().dmtd_matmul(*pointers, rows, num_in, num_out, int(dtype == torch.bfloat16))
+        found.append(out)
+    torch.set_num_threads(threads)
+    expected = x.double() @ weight.double().t() + bias + residual
+    torch.testing.assert_close(found[0].double(), expected, rtol=1e-5, atol=2e-4)
+    assert torch.equal(*found)
+
+
 def test_bfloat16_weights_are_read_as_the_numbers_they_are():
     generator = torch.Generator().manual_seed(1)
     x, weight = torch.randn(8, 53, generator=generator), torch.randn(38, 53, generator=generator).bfloat16()
