@@ -2,9 +2,8 @@
 
 Up to eight rows our own kernel is bound by reading the weights, and others can only be slower. A piece of a prompt has hundreds
 of rows, and goes to `platform.products`. Between, which one wins is measured on the model's own weights. All of them read the
-weights as they are stored, `[out, in]`: no second copy of the model is kept. Our own kernel copies a few rows of a matrix at a
-time for more than 24 rows of `x` (`native/panels.c`); weights in bfloat16 are widened for `platform.products`, a block of them at a
-time.
+weights as they are stored, `[out, in]`: no second copy of the model is kept. For more than 24 rows our own kernel copies a few
+rows of a matrix at a time (`native/panels.c`); weights in bfloat16 are widened for `platform.products`, some at a time.
 
 Shape legend: R rows of a pass.
 """

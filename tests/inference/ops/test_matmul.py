@@ -46,7 +46,7 @@ def test_products_in_several_blocks_of_columns_and_rows(rows, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "num_in", "num_out"), [(25, 1024, 96), (31, 2100, 49), (97, 1041, 101), (140, 60, 143)])
 def test_many_rows_multiply_with_copies_of_a_part_of_the_matrix(rows, num_in, num_out, dtype):
-    """More than 24 rows: 48 rows of the matrix at a time, 1,024 columns at a time, 128 rows of x at a time, and remainders of all.
+    """More than 24 rows: 48 rows of the matrix at a time, 1,024 columns, 128 rows of x, and remainders of all.
 
     Level: fp32 sums against float64; bitwise on one and on two threads.
     """
