@@ -134,12 +134,19 @@ def _summary(source: Source) -> str:
 def _other_parts(source: Source) -> list[str]:
     """A line on biases, windows and scaled frequencies, if the decoder has any."""
     model, scaling = source.model, source.model.rope_scaling
-    found = [f"biases of {names}" for has, names in ((model.qkv_bias, "q, k, v"), (model.output_bias, "the output")) if has]
+    found = ["states of norm 1"] if model.normalized else []
+    found += [f"biases of {names}" for has, names in ((model.qkv_bias, "q, k, v"), (model.output_bias, "the output")) if has]
     if model.sliding_window:
         where = f"layers {list(model.windowed_layers)}" if model.windowed_layers else "every layer"
         found.append(f"window of {model.sliding_window} in {where}")
     if scaling.rope_type != "default":
         found.append(f"rope scaling {scaling.rope_type}, factor {scaling.factor:g}")
+    if model.second_rope_layers:
+        found.append(f"rope theta {model.second_rope_theta:g} in layers {list(model.second_rope_layers)}")
+    if model.num_recurrent_layers:
+        last = model.num_input_layers + model.num_recurrent_layers - 1
+        looped = f"layers {model.num_input_layers} to {last} run {model.num_loops} times"
+        found.append(f"{looped} ({model.injection}), cached {model.recurrent_kv_cache_mode}")
     return [", ".join(found)] if found else []
 
 

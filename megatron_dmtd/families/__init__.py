@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_dmtd.config import ModelConfig
 from megatron_dmtd.config.validate import validate_cycle, validate_model
 from megatron_dmtd.errors import ModelError, Refusal
-from megatron_dmtd.families.base import Family, ModelDescription
+from megatron_dmtd.families.base import Family, ModelDescription, beyond_llama
 from megatron_dmtd.families.dmtd import DMTD
+from megatron_dmtd.families.dory import Dory
 from megatron_dmtd.families.fields import Fields, refuse
 from megatron_dmtd.families.llama import Llama
 from megatron_dmtd.families.mistral import Mistral
@@ -38,7 +40,7 @@ __all__ = [
 ]
 
 #: Families of ordinary decoders, in the order in which `model.family: auto` tries them.
-VANILLA_FAMILIES: tuple[Family, ...] = (Qwen3(), Llama(), Qwen2(), Mistral())
+VANILLA_FAMILIES: tuple[Family, ...] = (Qwen3(), Llama(), Qwen2(), Mistral(), Dory())
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*VANILLA_FAMILIES, DMTD())}
 
 
@@ -77,6 +79,12 @@ def write_fields(description: ModelDescription) -> dict[str, Any]:
     Raises `ModelError` if the family cannot express a part of the decoder.
     """
     if not description.cycle.is_vanilla:
+        if lacks := beyond_llama(description.model):
+            raise ModelError(
+                found=f"a decoder with cycles and {' and '.join(lacks)}",
+                required="parts that the code of exported DMTD models computes",
+                remedy="export it as an ordinary decoder (--vanilla), or train one without these parts",
+            )
         return FAMILIES[DMTD.model_type].write(description)
     return vanilla_family(description).write(description)
 
@@ -88,13 +96,18 @@ def vanilla_family(description: ModelDescription) -> Family:
         candidates: tuple[Family, ...] = VANILLA_FAMILIES
     else:
         candidates = tuple(family for family in VANILLA_FAMILIES if family.model_type == model.family)
+    found = {family.model_type: _lacks(family, model) for family in candidates}
     for family in candidates:
-        if not family.lacks(model):
+        if not found[family.model_type]:
             return family
-    lacks = [f"{family.model_type} has no {' and no '.join(family.lacks(model))}" for family in candidates]
+    lacks = [f"{name} has no {' and no '.join(parts)}" for name, parts in found.items()]
     raise ModelError(
         found=f"model.family = {model.family} for a decoder that it cannot describe"
         + (f" ({'; '.join(lacks)})" if lacks else ""),
         required=f"auto, or a family with all parts of the decoder, among {[f.model_type for f in VANILLA_FAMILIES]}",
         remedy="set model.family to auto, or change the decoder",
     )
+
+
+def _lacks(family: Family, model: ModelConfig) -> list[str]:
+    return family.lacks(model) if isinstance(family, Dory) else family.lacks(model) + beyond_llama(model)

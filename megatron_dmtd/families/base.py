@@ -171,3 +171,14 @@ def lacking(model: ModelConfig, **found: bool) -> list[str]:
         "no_window": "sliding_window 0",
     }
     return [words[name] for name, is_so in found.items() if is_so]
+
+
+def beyond_llama(model: ModelConfig) -> list[str]:
+    """Settings of `model` that only Dory can express, or nobody. A loop that runs once and adds to zeros is the plain stack."""
+    has_loop = model.num_recurrent_layers > 0 and not (model.injection == "add" and model.num_loops == 1)
+    parts = {
+        "normalized true": model.normalized,
+        f"num_loops {model.num_loops} with injection {model.injection}": has_loop,
+        f"second_rope_theta {model.second_rope_theta}": bool(model.second_rope_layers),
+    }
+    return [name for name, is_there in parts.items() if is_there]

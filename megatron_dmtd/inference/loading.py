@@ -57,7 +57,7 @@ def load_model(
     stored = HFWeights(path, description.decoder, any_type=True)
     return build_model(
         schedule,
-        lambda name: stored.read(hf_name(name)),
+        lambda name: stored.read(hf_name(name, description.decoder)),
         dtype=dtype,
         matrix_dtype=matrix_dtype,
         device=device,

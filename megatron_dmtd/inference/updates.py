@@ -35,8 +35,8 @@ class WeightUpdate:
         self.has_begun = False
         """Whether a tensor has been written."""
         decoder = model.schedule.decoder
-        self._own_names = {hf_name(name): name for name in decoder_tensors(decoder)}
-        self._shapes = {hf_name(name): shape.shape for name, shape in decoder_tensors(decoder).items()}
+        self._own_names = {hf_name(name, decoder): name for name in decoder_tensors(decoder)}
+        self._shapes = {hf_name(name, decoder): shape.shape for name, shape in decoder_tensors(decoder).items()}
         self._allowed = self._shapes | ({HEAD: self._shapes[TABLE]} if decoder.tie_word_embeddings else {})
         """With the second name of a tied head, which may come if its numbers are those of the table."""
         self._seen: set[str] = set()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_dmtd.architecture import DecoderSpec, LayerSpec, layer_tensors
+from megatron_dmtd.architecture import DecoderSpec, LayerSpec, decoder_tensors, layer_tensors
 from megatron_dmtd.architecture import tensors as parts
 from megatron_dmtd.errors import ConversionError
 from megatron_dmtd.families.names import HEAD as HF_HEAD
@@ -25,6 +25,8 @@ from megatron_dmtd.weights.specs import FLOAT_TYPES, Shape, TensorSpec, spec_of
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
+INJECTION = "decoder.injection.weight"
+LOGIT_SCALE = "logit_scale"
 #: prefix of the tensors that every layer has in Megatron's model
 LAYERS = "decoder.layers."
 
@@ -36,6 +38,16 @@ _SAME = {
     parts.OUTPUT: "self_attention.linear_proj",
     parts.MLP_NORM: "pre_mlp_layernorm",
     parts.DOWN: "mlp.linear_fc2",
+    parts.ATTENTION_GATE: "self_attention.linear_gate",
+}
+#: Parts that are parameters themselves, not weights of a module.
+_SCALES = {
+    parts.QUERY_SCALE: "self_attention.query_scale",
+    parts.ATTENTION_GATE_SCALE: "self_attention.gate_scale",
+    parts.ATTENTION_STEP: "self_attn_bda.scale",
+    parts.GATE_SCALE: "mlp.gate_scale",
+    parts.UP_SCALE: "mlp.up_scale",
+    parts.MLP_STEP: "mlp_bda.scale",
 }
 #: Modules that hold several parts.
 _QKV, _GATE_AND_UP = "self_attention.linear_qkv", "mlp.linear_fc1"
@@ -72,13 +84,13 @@ class Rule:
             yield name, view.reshape(shape)
 
 
-def _vocabulary(megatron_name: str, hf_table: str, decoder: DecoderSpec) -> Rule:
-    """Zero rows fill the table up to its padded size; an export cuts them off."""
-    padded, hidden = padded_vocab_size(decoder.vocab_size), decoder.hidden_size
+def _vocabulary(megatron_name: str, name: str, decoder: DecoderSpec) -> Rule:
+    """Zero rows fill the tensor up to the padded vocabulary; an export cuts them off."""
+    shape = decoder_tensors(decoder)[name].shape
     return Rule(
         megatron_name=megatron_name,
-        megatron_shapes=((padded, hidden), (decoder.vocab_size, hidden)),
-        hf=((hf_table, (decoder.vocab_size, hidden)),),
+        megatron_shapes=((padded_vocab_size(decoder.vocab_size), *shape[1:]), shape),
+        hf=((hf_name(name, decoder), shape),),
         parts=lambda whole_RX: (whole_RX[: decoder.vocab_size],),
     )
 
@@ -109,7 +121,7 @@ def _layer_rules(decoder: DecoderSpec, index: int) -> Iterable[Rule]:
     prefix = f"{LAYERS}{index}."
 
     def hf(part: str, kind: str) -> tuple[str, Shape]:
-        return hf_name(parts.layer_name(index, f"{part}.{kind}")), shapes[f"{part}.{kind}"]
+        return hf_name(parts.layer_name(index, f"{part}.{kind}"), decoder), shapes[f"{part}.{kind}"]
 
     for name in shapes:
         part, kind = name.rsplit(".", 1)
@@ -119,6 +131,8 @@ def _layer_rules(decoder: DecoderSpec, index: int) -> Iterable[Rule]:
         elif part == parts.GATE:
             halves = [hf(each, kind) for each in (parts.GATE, parts.UP)]
             yield _joined(f"{prefix}{_GATE_AND_UP}.{kind}", halves, lambda whole: whole.chunk(2))
+        elif part in _SCALES:
+            yield _one(prefix + _SCALES[part], *hf(part, kind))
         elif part in _SAME:
             yield _one(f"{prefix}{_SAME[part]}.{kind}", *hf(part, kind))
         else:
@@ -127,12 +141,16 @@ def _layer_rules(decoder: DecoderSpec, index: int) -> Iterable[Rule]:
 
 def rules(decoder: DecoderSpec) -> tuple[Rule, ...]:
     """The table: every tensor of `decoder`, once."""
-    table = [_vocabulary(EMBEDDING, HF_TABLE, decoder)]
+    shapes = decoder_tensors(decoder)
+    table = [_vocabulary(EMBEDDING, f"{parts.EMBEDDING}.weight", decoder)]
     for index in range(decoder.num_layers):
         table += _layer_rules(decoder, index)
-    table.append(_one(FINAL_NORM, hf_name(f"{parts.FINAL_NORM}.weight"), (decoder.hidden_size,)))
-    if not decoder.tie_word_embeddings:
-        table.append(_vocabulary(HEAD, HF_HEAD, decoder))
+    for megatron_name, part in ((INJECTION, parts.INJECTION), (FINAL_NORM, parts.FINAL_NORM)):
+        if (name := f"{part}.weight") in shapes:
+            table.append(_one(megatron_name, hf_name(name, decoder), shapes[name].shape))
+    for megatron_name, part in ((HEAD, parts.HEAD), (LOGIT_SCALE, parts.LOGIT_SCALE)):
+        if (name := f"{part}.weight") in shapes:
+            table.append(_vocabulary(megatron_name, name, decoder))
     return tuple(table)
 
 

@@ -21,7 +21,7 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, cast
@@ -69,6 +69,8 @@ _METADATA = {
 }
 #: optimizer state, also that of chained optimizers
 _NOT_MODEL = re.compile(r"(chained_\d+\.)?optimizer\.")
+#: a matrix of a layer
+_LINEAR = re.compile(re.escape(LAYERS) + r"\d+\.(.*\.linear_\w+)\.weight")
 #: what torch raises for absent, truncated or corrupt files
 _READ_ERRORS = (OSError, EOFError, pickle.UnpicklingError, RuntimeError, ValueError, KeyError, AttributeError)
 
@@ -206,10 +208,10 @@ def _check_stackable(specs: Mapping[str, TensorSpec], *, num_layers: int) -> Non
         )
 
 
-def _extra_state_keys(num_layers: int) -> list[str]:
+def _extra_state_keys(names: Iterable[str], num_layers: int) -> list[str]:
     """The empty objects that Megatron stores with each linear layer (room for FP8 scales) and asks for when it loads."""
     keys = ["output_layer._extra_state/shard_0_1"]
-    for name in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"):
+    for name in sorted({found[1] for name in names if (found := _LINEAR.fullmatch(name))}):
         keys += [f"{LAYERS}{name}._extra_state/shard_{layer}_{num_layers}" for layer in range(num_layers)]
     return keys
 
@@ -220,7 +222,7 @@ class _Stored:
     def __init__(self, specs: Mapping[str, TensorSpec], *, num_layers: int) -> None:
         self.names: dict[MetadataIndex, str] = {}
         """Megatron's name of each piece."""
-        self.entries: dict[str, Any] = {key: BytesStorageMetadata() for key in _extra_state_keys(num_layers)}
+        self.entries: dict[str, Any] = {key: BytesStorageMetadata() for key in _extra_state_keys(specs, num_layers)}
         objects = [WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO) for key in self.entries]
         by_file: dict[str, list[WriteItem]] = {"objects": objects}
         for name, spec in specs.items():

@@ -15,6 +15,7 @@ from megatron_dmtd.errors import CheckpointError, ConfigError, ConversionError
 from megatron_dmtd.hf import DMTDQwen3Config, DMTDQwen3ForCausalLM
 from megatron_dmtd.weights.checkpoint_files import saved_config
 from megatron_dmtd.weights.safetensors_files import WeightFiles
+from tests.families.dory_directories import DIALECTS, save_dory, tensors
 from tests.support.hf_models import save_tokenizer
 from tests.support.ranks import run_ranks
 
@@ -204,3 +205,51 @@ def test_what_is_no_model_is_refused(tmp_path):
     (tmp_path / "hf/config.json").write_text(json.dumps(fields | {"num_hidden_layers": 3, "layer_types": None}))
     with pytest.raises(ConversionError, match=r"unknown: model\.layers\.3\."):
         open_source(tmp_path / "hf")
+
+
+# Dory.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_dory_directory_comes_back_with_every_tensor_and_described_in_both_dialects(tmp_path, dialect, dtype):
+    weights = tensors(dtype=dtype)
+    source = save_dory(tmp_path / "hf", dialect=dialect, weights=weights)
+    import_hf(source, tmp_path / "start")
+    export_hf(tmp_path / "start", tmp_path / "export")
+    assert_same_tensors(source, tmp_path / "export")
+    written = json.loads((tmp_path / "export" / "config.json").read_text())
+    different = {name for name, value in DIALECTS["both"].items() if written[name] != value}
+    assert different == {"swa_head_dim"}, "stated instead of null"
+
+
+def test_transformers_loads_an_exported_dory_and_the_trainer_computes_the_same(tmp_path):
+    """Level: transformers bitwise from both directories; Megatron within 3e-5 in fp32."""
+    source = save_dory(tmp_path / "hf")
+    import_hf(source, tmp_path / "start")
+    export_hf(tmp_path / "start", tmp_path / "export")
+    tokens_BN = TOKENS_BN[:, :8]
+    first, second = (
+        AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval() for path in (source, tmp_path / "export")
+    )
+    with torch.no_grad():
+        expected_BNV, again_BNV = (
+            model(tokens_BN, attention_mask=torch.ones_like(tokens_BN)).logits for model in (first, second)
+        )
+    assert torch.equal(expected_BNV, again_BNV) and expected_BNV.std() > 1
+    (logits_BNV,) = run_ranks(1, megatron_logits, str(tmp_path / "start"), TOKENS_BN)
+    torch.testing.assert_close(logits_BNV[:1, :8], expected_BNV[:1], rtol=3e-5, atol=3e-5)
+    (direct_BNV,) = run_ranks(1, megatron_logits, str(tmp_path / "start"), TOKENS_BN, str(source))
+    assert torch.equal(direct_BNV, logits_BNV)
+
+
+def test_a_dory_directory_without_a_tensor_or_with_an_unknown_one_is_refused(tmp_path):
+    weights = tensors()
+    for name in ("backbone.layers.0.mixer.sqk", "lm_head.logit_scale", "backbone.layers.7.mlp_alpha"):
+        missing = save_dory(tmp_path / name, weights={key: value for key, value in weights.items() if key != name})
+        with pytest.raises(ConversionError, match=f"missing: {name}"):
+            import_hf(missing, tmp_path / "start")
+    unknown = save_dory(tmp_path / "unknown", weights=weights | {"backbone.layers.1.mixer.g_proj.weight": torch.ones(2, 2)})
+    with pytest.raises(ConversionError, match=r"unknown: backbone\.layers\.1\.mixer\.g_proj\.weight"):
+        import_hf(unknown, tmp_path / "start")
+    assert not (tmp_path / "start").exists()

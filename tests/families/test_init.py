@@ -176,7 +176,8 @@ def test_no_field_that_transformers_writes_is_unknown(model_type):
 
     import megatron_dmtd.hf  # noqa: F401 - registers dmtdqwen3
 
-    extra = CYCLE_FIELDS if model_type == "dmtdqwen3" else {}
+    groups = {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1, "n_recurrent_loops": 3}
+    extra = {"dmtdqwen3": CYCLE_FIELDS, "dory": groups}.get(model_type, {})
     config = AutoConfig.for_model(model_type, **SIZES, **extra, num_key_value_heads=2)
     for fields in (fields_of(config), json.loads(config.to_json_string(use_diff=True)) | {"model_type": model_type}):
         assert read_fields(fields).model.num_layers == 4

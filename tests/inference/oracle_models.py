@@ -84,4 +84,4 @@ def model_of(
 ) -> ModelWeights:
     """The oracle's weights, fused for the engine."""
     schedule = make_schedule(decoder_of(shape), method_of(shape, history, block_attention))
-    return build_model(schedule, lambda name: weights[hf_name(name)], dtype=dtype, matrix_dtype=matrix_dtype)
+    return build_model(schedule, lambda name: weights[hf_name(name, schedule.decoder)], dtype=dtype, matrix_dtype=matrix_dtype)

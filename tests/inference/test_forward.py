@@ -81,7 +81,7 @@ def test_each_layer_is_rotated_by_its_own_profile():
     )
     schedule = make_schedule(dataclasses.replace(plain, layers=layers), method_of(SHAPE, *KIND))
     weights = random_weights(SHAPE, seed=1)
-    engine = Engine(build_model(schedule, lambda name: weights[hf_name(name)]), EngineConfig(max_batch=1))
+    engine = Engine(build_model(schedule, lambda name: weights[hf_name(name, schedule.decoder)]), EngineConfig(max_batch=1))
     visits = [visit for name in (PARALLEL, SEQUENTIAL) for visit in engine.runner.forward.visits[name]]
     assert visits[0].rotary is visits[3].rotary and visits[1].rotary is visits[2].rotary
     for visit, profile in zip(visits, (plain.layers[0].attention.rotary, long, long, plain.layers[0].attention.rotary)):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -20,6 +21,7 @@ from transformers import (
 from megatron_dmtd.errors import CheckpointError, ConversionError, DMTDError, ModelError
 from megatron_dmtd.inference import Engine, EngineConfig, SamplingParams, score
 from megatron_dmtd.inference.loading import load_model
+from tests.families.dory_directories import DIALECTS, save_dory, tensors
 from tests.hf.tiny import random_ids, tiny_model, vanilla_decoder
 from tests.inference.models import PENALTY, SMALL, Pair
 
@@ -221,3 +223,69 @@ def test_ordinary_models_have_the_logits_of_transformers(tmp_path, name, kernels
     engine = Engine(tmp_path, EngineConfig(max_batch=1, chunk_tokens=1, kernels=kernels), device="cpu")
     found = torch.tensor(score(engine, ids[0].tolist()))
     torch.testing.assert_close(found, expected, rtol=0, atol=5e-5)
+
+
+# Dory.
+
+
+def published_dory(directory, **changes):
+    """transformers' model."""
+    return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", **changes).eval()
+
+
+def scores_of_transformers(model, ids, piece: int | None = None) -> torch.Tensor:
+    """Log probability of each token of `ids` [1, N] but the first, read in pieces of so many tokens."""
+    cache, logits = None, []
+    for begin in range(0, ids.shape[1], piece or ids.shape[1]):
+        part = ids[:, begin : begin + (piece or ids.shape[1])]
+        with torch.no_grad():
+            mask = torch.ones(1, begin + part.shape[1], dtype=torch.long)
+            output = model(part, attention_mask=mask, cache=cache, use_cache=True)
+        cache = output.cache
+        logits.append(output.logits)
+    return torch.cat(logits, dim=1)[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+
+
+@pytest.fixture(scope="module")
+def dory_ids() -> torch.Tensor:
+    return torch.randint(0, 100, (1, 24), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("mode", ["per_loop", "last_loop"])
+@pytest.mark.parametrize("num_loops", [1, 2, 4])
+def test_dory_has_the_logits_of_transformers(tmp_path, dory_ids, num_loops, mode, kernels):
+    """Level: 3e-5 in fp32. In `last_loop` the numbers depend on the pieces, so both read the same ones."""
+    source = save_dory(tmp_path / "model")
+    model = published_dory(source, n_recurrent_loops=num_loops, recurrent_kv_cache_mode=mode)
+    for piece in (8, 3, 1):
+        expected = scores_of_transformers(model, dory_ids, piece)
+        assert expected.std() > 1
+        config = EngineConfig(max_batch=2, kernels=kernels)
+        engine = Engine(source, config, device="cpu", num_loops=num_loops, kv_mode=mode, prefill_chunk=piece)
+        torch.testing.assert_close(torch.tensor(score(engine, dory_ids[0].tolist())), expected, rtol=1e-5, atol=3e-5)
+
+
+def test_embedding_rows_that_are_not_of_norm_1_are_read_as_transformers_reads_them(tmp_path, dory_ids):
+    source = save_dory(tmp_path / "model", weights=tensors(unit_rows=False))
+    expected = scores_of_transformers(published_dory(source), dory_ids)
+    found = score(Engine(source, EngineConfig(max_batch=1), device="cpu"), dory_ids[0].tolist())
+    torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("mode", ["per_loop", "last_loop"])
+def test_dory_decodes_the_tokens_of_transformers(tmp_path, dory_ids, mode):
+    source, prompt = save_dory(tmp_path / "model"), dory_ids[:, :9]
+    model = published_dory(source, recurrent_kv_cache_mode=mode)
+    asked = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **asked)[0, 9:].tolist()
+    engine = Engine(source, EngineConfig(max_batch=2), device="cpu", kv_mode=mode, prefill_chunk=9)
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    assert list(engine.generate([prompt[0].tolist()], max_new_tokens=12, params=params)[0].token_ids) == expected
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_every_dialect_loads(tmp_path, dory_ids, dialect):
+    engine = Engine(save_dory(tmp_path / "model", dialect=dialect), EngineConfig(max_batch=1), device="cpu")
+    reference = Engine(save_dory(tmp_path / "both"), EngineConfig(max_batch=1), device="cpu")
+    assert score(engine, dory_ids[0].tolist()) == score(reference, dory_ids[0].tolist())

@@ -69,7 +69,7 @@ def test_an_engine_whose_weights_are_overwritten_computes_with_the_new_ones(shap
     fresh = Engine(model_of(shape, new, *KIND, dtype=torch.float32), config)
     before, places = tokens(engine), addresses(engine.model)
     assert before != tokens(fresh)
-    engine.model.update(lambda name: new[hf_name(name)])
+    engine.model.update(lambda name: new[hf_name(name, engine.model.schedule.decoder)])
     assert addresses(engine.model) == places
     assert tokens(engine) == tokens(fresh)
 
@@ -77,7 +77,7 @@ def test_an_engine_whose_weights_are_overwritten_computes_with_the_new_ones(shap
 def test_every_tensor_is_asked_for_once():
     schedule = make_schedule(decoder_of(SHAPE), method_of(SHAPE, *KIND))
     weights, asked = random_weights(SHAPE, seed=1), []
-    model = build_model(schedule, lambda name: asked.append(name) or weights[hf_name(name)])
+    model = build_model(schedule, lambda name: asked.append(name) or weights[hf_name(name, schedule.decoder)])
     assert sorted(asked) == sorted(decoder_tensors(schedule.decoder)) == sorted(model.places)
 
 
@@ -86,4 +86,4 @@ def test_a_tensor_of_another_shape_is_refused_by_name():
     model = model_of(SHAPE, weights, *KIND)
     narrow = weights | {"model.layers.2.mlp.up_proj.weight": torch.ones(47, 32)}
     with pytest.raises(CheckpointError, match=r"layers\.2\.mlp\.up\.weight of shape \[47, 32\]"):
-        model.update(lambda name: narrow[hf_name(name)])
+        model.update(lambda name: narrow[hf_name(name, model.schedule.decoder)])

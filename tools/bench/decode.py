@@ -390,7 +390,9 @@ def _unfused(model: ModelWeights) -> dict[str, torch.Tensor]:
         if layer.q_norm is not None and layer.k_norm is not None:
             parts |= {names.QUERY_NORM: layer.q_norm.weight, names.KEY_NORM: layer.k_norm.weight}
         weights |= {names.layer_name(index, f"{name}.weight"): tensor for name, tensor in parts.items()}
-    return {hf_name(name): tensor for name, tensor in weights.items()} | {"lm_head.weight": model.head.weight}
+    return {hf_name(name, model.schedule.decoder): tensor for name, tensor in weights.items()} | {
+        "lm_head.weight": model.head.weight
+    }
 
 
 def profile(model: ModelWeights, kind: str, batch: int, context: int, options: argparse.Namespace) -> dict[str, float]:
