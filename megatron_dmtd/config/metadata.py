@@ -42,7 +42,7 @@ FRACTION = Range(low=0, includes_low=True, high=1)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resume:
-    """Whether a run that goes on from a checkpoint may set a field differently."""
+    """Whether a run that resumes from a checkpoint may set a field differently."""
 
     may_change: bool
     why: str

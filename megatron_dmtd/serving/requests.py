@@ -8,29 +8,36 @@ Python refuse the same values. No list is validated beyond its first fault: a bo
 from __future__ import annotations
 
 import difflib
-import re
 import secrets
 from collections.abc import Iterable, Mapping
-from itertools import islice, takewhile
-from typing import Annotated, Any, Literal
+from itertools import islice
+from typing import Annotated, Any
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Field,
-    PlainValidator,
     ValidationError,
-    WithJsonSchema,
     field_validator,
     model_validator,
 )
 
-from megatron_dmtd.errors import shown
 from megatron_dmtd.inference import SamplingParams
 from megatron_dmtd.serving.cache_fields import Drops, MessageNumbers, Programs
 from megatron_dmtd.serving.faults import BAD_OPERATIONS, RequestError
+from megatron_dmtd.serving.fields import (
+    MAX_TOP_LOGPROBS,
+    WHOLE,
+    Fields,
+    LogitBias,
+    Prompt,
+    StopIds,
+    StopString,
+    StopStrings,
+    refuse_unless_silent,
+    within,
+)
 from megatron_dmtd.serving.message_cache import MessageOperations
+from megatron_dmtd.serving.messages import CacheOfMessages, Function, Message, TextPart, ToolCall
 
 #: what OpenAI's clients send for their accounts
 FOR_ACCOUNTS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
@@ -51,122 +58,15 @@ NOT_HERE: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-#: the same in a message of a chat, and in a part of one
-_NOT_IN_MESSAGES: dict[str, tuple[Any, ...]] = {"refusal": (), "annotations": ([],), "audio": (), "function_call": ()}
-#: a hint for caching; prefixes are cached anyway
-_HINTS = {"cache_control"}
 #: of OpenAI's completions, where a request names no length
 _DEFAULT_MAX_TOKENS = 16
-#: Work per token grows with these.
-MAX_STOP_STRINGS, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS, MAX_BIASED_TOKENS, MAX_TOP_LOGPROBS = 64, 1000, 1024, 1024, 20
 #: Templates may take time that grows with the square of this.
 MAX_MESSAGES = 4096
 #: Faults named in one message.
 _MAX_FAULTS = 5
-_TOKEN_ID = re.compile("0|[1-9][0-9]{0,8}")
-_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
 
-def _within(**bounds: float) -> Any:
-    """A range for the schema; the engine checks it."""
-    return Field(json_schema_extra=dict(bounds))
-
-
-def _prompt(value: Any) -> str | list[str] | list[list[int]]:
-    """A text, texts, or lists of ids."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and value:
-        if all(isinstance(item, str) for item in value):
-            return value
-        if ids := _ids(value):
-            return [ids]
-        lists = list(takewhile(bool, map(_ids, value)))
-        if len(lists) == len(value):
-            return lists
-    raise ValueError("Input should be a text, texts, token ids, or lists of token ids; no list empty")
-
-
-def _ids(items: Any) -> list[int]:
-    """A list of ids; empty if it is none."""
-    if not isinstance(items, list):
-        return []
-    if not all(type(item) is int for item in items):
-        items = [_whole(item) for item in items]
-    return items if all(type(item) is int for item in items) else []
-
-
-def _whole(value: Any) -> Any:
-    """JSON has one kind of number: 5.0 is the integer 5."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _logit_bias(value: Any) -> dict[int, float]:
-    if not isinstance(value, dict) or len(value) > MAX_BIASED_TOKENS:
-        raise ValueError(f"Input should be an object of at most {MAX_BIASED_TOKENS} numbers by token id")
-    for name, bias in value.items():
-        if not _TOKEN_ID.fullmatch(name) or isinstance(bias, bool) or not isinstance(bias, int | float):
-            raise ValueError(f"Input should have a number for each token id, not {shown(bias)} for {shown(name)}")
-    return {int(name): float(bias) for name, bias in value.items()}
-
-
-_Prompt = Annotated[
-    str | list[str] | list[list[int]],
-    PlainValidator(_prompt),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}, "minItems": 1},
-                _IDS_SCHEMA,
-                {"type": "array", "items": _IDS_SCHEMA, "minItems": 1},
-            ]
-        }
-    ),
-]
-_LogitBias = Annotated[
-    dict[int, float],
-    PlainValidator(_logit_bias),
-    WithJsonSchema(
-        {
-            "type": "object",
-            "propertyNames": {"pattern": f"^({_TOKEN_ID.pattern})$"},
-            "additionalProperties": {"type": "number", "minimum": -1e9, "maximum": 1e9},
-            "maxProperties": MAX_BIASED_TOKENS,
-        }
-    ),
-]
-_WHOLE = BeforeValidator(_whole)
-_StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-_StopStrings = Annotated[list[_StopString], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)]
-_StopIds = Annotated[list[Annotated[int, _within(minimum=0), _WHOLE]], Field(fail_fast=True, max_length=MAX_STOP_TOKEN_IDS)]
-
-
-class _Fields(BaseModel):
-    """An object in a request. Clients send null for fields that they leave out."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _what_asks_for_something(cls, fields: Any) -> Any:
-        if not isinstance(fields, dict):
-            return fields
-        kept = {name: value for name, value in fields.items() if not cls.asks_for_nothing(name, value)}
-        if cls.model_config["extra"] == "forbid":
-            # Here, and not by pydantic, which would describe each of a million.
-            for name in kept:
-                if name not in cls.model_fields:
-                    raise ValueError(f"an unknown field {name[:100]}")
-        return kept
-
-    @classmethod
-    def asks_for_nothing(cls, name: str, value: Any) -> bool:
-        """Whether a field may be left out. Raises `RequestError` for what this server does not have."""
-        return value is None
-
-
-class StreamOptions(_Fields):
+class StreamOptions(Fields):
     """`stream_options`."""
 
     include_usage: bool = False
@@ -182,28 +82,28 @@ class StreamOptions(_Fields):
         return value
 
 
-class GenerationRequest(_Fields):
+class GenerationRequest(Fields):
     """What both kinds of request have. A field whose default is None has the server's default."""
 
     model: str | None = None
-    temperature: Annotated[float | None, _within(minimum=0, maximum=1e9)] = None
-    top_p: Annotated[float | None, _within(exclusiveMinimum=0, maximum=1)] = None
-    n: Annotated[int, _within(minimum=1), _WHOLE] = 1
+    temperature: Annotated[float | None, within(minimum=0, maximum=1e9)] = None
+    top_p: Annotated[float | None, within(exclusiveMinimum=0, maximum=1)] = None
+    n: Annotated[int, within(minimum=1), WHOLE] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
     """Only with `stream`."""
-    stop: _StopString | _StopStrings | None = None
-    presence_penalty: Annotated[float, _within(minimum=-1e9, maximum=1e9)] = 0.0
-    frequency_penalty: Annotated[float, _within(minimum=-1e9, maximum=1e9)] = 0.0
-    logit_bias: _LogitBias | None = None
-    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63), _WHOLE] = None
+    stop: StopString | StopStrings | None = None
+    presence_penalty: Annotated[float, within(minimum=-1e9, maximum=1e9)] = 0.0
+    frequency_penalty: Annotated[float, within(minimum=-1e9, maximum=1e9)] = 0.0
+    logit_bias: LogitBias | None = None
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63), WHOLE] = None
     """None: another one each time."""
 
     # This server's own:
-    top_k: Annotated[int | None, _within(minimum=0), _WHOLE] = None
-    min_p: Annotated[float | None, _within(minimum=0, maximum=1)] = None
-    repetition_penalty: Annotated[float | None, _within(minimum=1e-9, maximum=1e9)] = None
-    stop_token_ids: _StopIds = []
+    top_k: Annotated[int | None, within(minimum=0), WHOLE] = None
+    min_p: Annotated[float | None, within(minimum=0, maximum=1)] = None
+    repetition_penalty: Annotated[float | None, within(minimum=1e-9, maximum=1e9)] = None
+    stop_token_ids: StopIds = Field(default_factory=list)
     ignore_eos: bool = False
 
     @classmethod
@@ -229,9 +129,9 @@ class GenerationRequest(_Fields):
 
     @classmethod
     def asks_for_nothing(cls, name: str, value: Any) -> bool:
-        """See `_Fields`."""
+        """See `Fields`."""
         if name not in cls.model_fields and name in NOT_HERE:
-            _refuse_unless_silent(name, value, NOT_HERE[name], param=name)
+            refuse_unless_silent(name, value, NOT_HERE[name], param=name)
         return value is None or name not in cls.model_fields
 
     @model_validator(mode="after")
@@ -283,10 +183,10 @@ class GenerationRequest(_Fields):
 class CompletionRequest(GenerationRequest):
     """The body of `/v1/completions`."""
 
-    prompt: _Prompt
-    max_tokens: Annotated[int, _within(minimum=0), _WHOLE] = _DEFAULT_MAX_TOKENS
+    prompt: Prompt
+    max_tokens: Annotated[int, within(minimum=0), WHOLE] = _DEFAULT_MAX_TOKENS
     """0: only the prompt, for `echo`."""
-    logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS), _WHOLE] = None
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] = None
     cache: Programs | None = None
     """Cache operations of the prompt, or for several prompts a list of those of each."""
     echo: bool = False
@@ -341,89 +241,16 @@ class CompletionRequest(GenerationRequest):
         return self.cache
 
 
-class TextPart(_Fields):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: str
-
-    @classmethod
-    def asks_for_nothing(cls, name: str, value: Any) -> bool:
-        """See `_Fields`."""
-        if name == "type" and value != "text":
-            raise ValueError(f"a part of type {shown(value)}: only text is taken here")
-        return value is None or name in _HINTS
-
-
-class Function(_Fields):
-    """What a tool call calls."""
-
-    name: str
-    arguments: str | dict[str, Any]
-    """OpenAI's API has an object written as JSON in a text."""
-
-
-class ToolCall(_Fields):
-    """A call that an assistant has made."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: Function
-
-
-class Message(_Fields):
-    """One turn of a chat. Fields that a model's template may know, such as `name`, are passed on."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1)] | None = None
-    """Only an assistant that calls tools may have none."""
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = []
-
-    @classmethod
-    def asks_for_nothing(cls, name: str, value: Any) -> bool:
-        """See `_Fields`."""
-        if name in _NOT_IN_MESSAGES:
-            _refuse_unless_silent(f"a message's {name}", value, _NOT_IN_MESSAGES[name], param="messages")
-        return value is None or name in _HINTS or name in _NOT_IN_MESSAGES
-
-    @model_validator(mode="after")
-    def _has_content(self) -> Message:
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError("only an assistant has tool_calls")
-        if self.content is None and not self.tool_calls:
-            raise ValueError("content is required, but where an assistant has tool_calls")
-        return self
-
-    def as_turn(self) -> dict[str, Any]:
-        """The message as a record of a corpus would hold it: without fields that the client left out."""
-        turn = self.model_dump(exclude_unset=True)
-        for call in turn.get("tool_calls", ()):
-            call.setdefault("type", "function")
-        return turn
-
-
-class CacheOfMessages(_Fields):
-    """`cache` of a chat."""
-
-    drop: Drops = {}
-    drop_message: Drops | None = None
-    """Another name for `drop`."""
-    reposition: MessageNumbers = []
-    """Messages after which the survivors move to positions from 0."""
-
-
 class ChatRequest(GenerationRequest):
     """The body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
-    max_tokens: Annotated[int | None, _within(minimum=1), _WHOLE] = None
-    max_completion_tokens: Annotated[int | None, _within(minimum=1), _WHOLE] = None
+    max_tokens: Annotated[int | None, within(minimum=1), WHOLE] = None
+    max_completion_tokens: Annotated[int | None, within(minimum=1), WHOLE] = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), _WHOLE] = 0
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] = 0
     """Only with `logprobs`."""
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """This server's own: more values for the model's chat template."""
     cache: CacheOfMessages | None = None
     """This server's own: cache operations, by message numbers from 0. An empty object has none, and keeps the chat for later."""
@@ -484,16 +311,6 @@ class ChatRequest(GenerationRequest):
 
 def _contradiction(found: str, *, param: str, remedy: str) -> RequestError:
     return RequestError(found=found, required="fields that agree", remedy=remedy, param=param)
-
-
-def _refuse_unless_silent(name: str, value: Any, silent: tuple[Any, ...], *, param: str) -> None:
-    if value is not None and not any(type(value) is type(other) and value == other for other in silent):
-        raise RequestError(
-            found=f"{name} = {shown(value)}",
-            required="a request without it: this server does not have it",
-            remedy=f"drop {name}",
-            param=param,
-        )
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:

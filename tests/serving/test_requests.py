@@ -22,14 +22,6 @@ def user(**fields) -> dict:
     return {"role": "user", "content": "a", **fields}
 
 
-@pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]), ("", [""])],
-)
-def test_a_prompt_is_one_or_more_texts_or_lists_of_ids(prompt, expected):
-    assert completion(prompt=prompt).prompts == expected
-
-
 def test_whole_numbers_may_be_written_with_a_point():
     body = completion(prompt=[[1.0, 2], [3]], n=2.0, max_tokens=5.0, top_k=1e2, seed=-3.0, logprobs=1.0, stop_token_ids=[4.0])
     found = [*body.prompts[0], body.n, body.max_tokens, body.top_k, body.seed, body.logprobs, *body.stop_token_ids]
@@ -127,28 +119,6 @@ def test_what_asks_for_nothing_is_taken():
     assert body.messages[0].as_turn() == {
         "role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "me"
     }  # fmt: skip
-
-
-def test_a_message_that_openais_client_has_received_can_be_sent_back():
-    received = {"role": "assistant", "content": "b", "refusal": None, "annotations": [], "audio": None, "function_call": None}
-    body = chat(user(), received | {"tool_calls": None})
-    assert body.messages[1].as_turn() == {"role": "assistant", "content": "b"}
-
-
-@pytest.mark.parametrize("content", [{"content": None}, {}], ids=["null", "absent"])
-def test_an_assistant_that_calls_tools_needs_no_content(content):
-    body = chat(
-        user(), {"role": "assistant", "tool_calls": [CALL], **content}, {"role": "tool", "content": "4", "tool_call_id": "c1"}
-    )
-    assert body.messages[1].as_turn() == {"role": "assistant", "tool_calls": [CALL]}
-    assert body.messages[2].as_turn() == {"role": "tool", "content": "4", "tool_call_id": "c1"}
-
-
-@pytest.mark.parametrize("arguments", ["", "{bad", "[1]", "3"])
-def test_arguments_that_are_no_object_stay_the_text_that_they_are(arguments):
-    call = {"function": {"name": "f", "arguments": arguments}}
-    (sent,) = chat({"role": "assistant", "tool_calls": [call]}).messages[0].as_turn()["tool_calls"]
-    assert sent == {"type": "function", "function": {"name": "f", "arguments": arguments}}
 
 
 def test_a_route_calls_the_engines_parameters_by_its_own_names():

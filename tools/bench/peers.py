@@ -307,7 +307,7 @@ def _refusal(**words: str) -> Exception:
 
 
 def write_model(directory: Path) -> None:
-    """Random weights: a Hugging Face directory, and one GGUF file beside it."""
+    """Random weights: a Hugging Face directory, and one GGUF file next to it."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
