@@ -72,6 +72,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--matrix-dtype", choices=("float32", "bfloat16"), help="bfloat16: matrices take half the memory; arithmetic stays fp32"
     )
+    parser.add_argument(
+        "--bf16-products",
+        action="store_true",
+        help="multiply prompts and batches in bfloat16; for --matrix-dtype bfloat16 on CPUs with avx512_bf16 or AMX",
+    )
     parser.add_argument("--device", help="for example cpu or cuda:1 (default: a GPU if there is one)")
     parser.add_argument("--no-stream", action="store_true", help="print outputs only when they are complete")
     parser.add_argument("--stats", action="store_true", help="print counts and speed to standard error")
@@ -137,7 +142,7 @@ def run(options: argparse.Namespace) -> int:
     """Generate. Returns 1 if a prompt was refused."""
     prompts, params = read_prompts(options), sampling_params(options)
     params.check(sys.maxsize)  # what is wrong with any model
-    config = EngineConfig(max_batch=options.max_batch, max_length=options.max_length)
+    config = EngineConfig(max_batch=options.max_batch, max_length=options.max_length, bf16_products=options.bf16_products)
     config.check()
     require_directory(Path(options.model))
     from megatron_dmtd.inference import Engine
@@ -153,6 +158,8 @@ def run(options: argparse.Namespace) -> int:
         device=options.device,
         variant=variant,
     )
+    if engine.product_note:
+        print(f"note: {engine.product_note}", file=sys.stderr)
     params.check(engine.model.schedule.decoder.vocab_size)  # the same for all prompts, so no single one is refused for it
     ids = [encode(tokenizer, prompt) for prompt in prompts]
     start = time.perf_counter()

@@ -61,6 +61,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--matrix-dtype", choices=("float32", "bfloat16"), help="bfloat16: matrices take half the memory; arithmetic stays fp32"
     )
+    parser.add_argument(
+        "--bf16-products",
+        action="store_true",
+        help="multiply prompts and batches in bfloat16; for --matrix-dtype bfloat16 on CPUs with avx512_bf16 or AMX",
+    )
     parser.add_argument("--device", help="for example cpu or cuda:1 (default: a GPU if there is one)")
     parser.add_argument(
         "--grace",
@@ -134,7 +139,12 @@ def sampling_defaults(directory: Path) -> dict[str, float]:
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:
     """The engine's settings. Raises `ConfigError` if they are not possible."""
-    config = EngineConfig(max_batch=options.max_batch, max_length=options.max_length, cache_bytes=int(options.cache_gib * 2**30))
+    config = EngineConfig(
+        max_batch=options.max_batch,
+        max_length=options.max_length,
+        cache_bytes=int(options.cache_gib * 2**30),
+        bf16_products=options.bf16_products,
+    )
     config.check()
     return config
 
@@ -182,6 +192,8 @@ def run(options: argparse.Namespace) -> int:
     server = Server(make_app(worker, config), worker, grace_s=options.grace, access_log=options.access_log)
     listening.listen()  # whoever reads the address may connect at once
     host, port = listening.getsockname()[:2]
+    if engine.product_note:
+        print(f"note: {engine.product_note}", file=sys.stderr, flush=True)
     kernels = f", torch kernels: {engine.kernel_note}" if engine.kernel_note else ""
     print(
         f"serving {name} ({engine.method.variant}) at http://{f'[{host}]' if ':' in host else host}:{port}/v1\n"

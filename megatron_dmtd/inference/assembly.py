@@ -13,6 +13,7 @@ from megatron_dmtd.inference.native.build import load_kernels
 from megatron_dmtd.inference.ops.native_ops import NativeKernels
 from megatron_dmtd.inference.runner import StepMode
 from megatron_dmtd.inference.weights import ModelWeights
+from megatron_dmtd.platform.products import has_bf16_instructions
 
 
 def step_mode(config: EngineConfig, device: torch.device) -> StepMode:
@@ -35,6 +36,27 @@ def native_refusal(model: ModelWeights, config: EngineConfig) -> str:
         if config.kernels == "native":
             raise
         return error.found
+    return ""
+
+
+def product_note(model: ModelWeights, config: EngineConfig, kernel_note: str) -> str:
+    """Why products in bfloat16 are slow on this machine; empty if there are none, or if they are not.
+
+    Raises:
+        ConfigError: They are requested of matrices in another type, or without native kernels (`kernel_note` says why).
+    """
+    if config.bf16_products and (kernel_note or model.embedding_VX.dtype != torch.bfloat16):
+        raise ConfigError(
+            found=f"bf16_products with {kernel_note or f'matrices in {model.embedding_VX.dtype}'}",
+            required="matrices in bfloat16 under activations in float32, and native kernels",
+            remedy="add matrix_dtype='bfloat16', or leave bf16_products out",
+        )
+    if model.device.type != "cpu" or has_bf16_instructions():
+        return ""
+    if config.bf16_products:
+        return "this processor has no instructions for bfloat16: products of prompts and batches run in fp32 and are rounded"
+    if model.dtype == torch.bfloat16:
+        return "this processor has no instructions for bfloat16: dtype='bfloat16' is slow here, matrix_dtype='bfloat16' is not"
     return ""
 
 

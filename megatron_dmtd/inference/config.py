@@ -34,6 +34,10 @@ class EngineConfig:
     """Evict first what the cache operations of all running requests have dropped; False, for comparison: it goes last."""
     kernels: Literal["auto", "native", "torch"] = "auto"
     """"native": compiled C for steps of few rows (fp32 on a CPU); "torch": torch alone; "auto": native where it can be."""
+    bf16_products: bool = False
+    """Multiply prompts and batches in bfloat16, with matrices that are kept in it: more than eight rows at once are rounded to
+    bfloat16, summed in fp32, and their products rounded. Faster on CPUs with avx512_bf16 or AMX; needs native kernels.
+    """
     cuda_graphs: Literal["auto", "on", "off", "shapes"] = "auto"
     """Decode from CUDA graphs, one for each of a few shapes of a step; "auto": on CUDA. "shapes": the same shapes without graphs,
     on any device, for tests and debugging.
@@ -49,6 +53,10 @@ class EngineConfig:
                 raise ConfigError(found=f"{name}={value!r}", required=required, remedy=f"change {name}")
         if self.kernels not in ("auto", "native", "torch"):
             raise ConfigError(found=f"kernels={self.kernels!r}", required="auto, native or torch", remedy="change kernels")
+        if not isinstance(self.bf16_products, bool):
+            raise ConfigError(
+                found=f"bf16_products={self.bf16_products!r}", required="True or False", remedy="change bf16_products"
+            )
         if self.cuda_graphs not in ("auto", "on", "off", "shapes"):
             found = f"cuda_graphs={self.cuda_graphs!r}"
             raise ConfigError(found=found, required="auto, on, off or shapes", remedy="change cuda_graphs")

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from megatron_dmtd.errors import ConfigError, DataError, DMTDError
 from megatron_dmtd.inference.admission import check_length_cap, check_params, checked_ids, checked_prompt, token_ids_of
-from megatron_dmtd.inference.assembly import make_store, native_refusal, step_mode
+from megatron_dmtd.inference.assembly import make_store, native_refusal, product_note, step_mode
 from megatron_dmtd.inference.cache_ops.admission import check_decoder, edited_sequence, evicted, timeline_of
 from megatron_dmtd.inference.cache_ops.pages import StorePages
 from megatron_dmtd.inference.cache_ops.program import CacheState, Timeline
@@ -108,12 +108,15 @@ class Engine:
         self.tree = CacheTree(StorePages(self.store), drop_aware=config.drop_aware_eviction) if config.prefix_caching else None
         self.kernel_note = native_refusal(model, config)
         """Why native kernels are not used; empty if they are."""
+        self.product_note = product_note(model, config, self.kernel_note)
+        """Why products in bfloat16 are slow here; empty if there are none, or if they are not."""
         self.runner = Runner(
             model,
             self.store,
             num_slots=config.max_batch,
             max_length=self.max_length,
             native=not self.kernel_note,
+            bf16_products=config.bf16_products,
             mode=mode,
         )
         self.scheduler = Scheduler(

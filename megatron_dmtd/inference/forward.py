@@ -26,15 +26,24 @@ from megatron_dmtd.inference.weights import ModelWeights, Norm, Step
 class Forward:
     """A model and its K/V store, and the hidden states kept between steps."""
 
-    def __init__(self, model: ModelWeights, store: KVStore, *, num_slots: int, num_positions: int, native: bool) -> None:
-        """`native`: whether passes are computed in C, which the model has been checked for."""
+    def __init__(
+        self,
+        model: ModelWeights,
+        store: KVStore,
+        *,
+        num_slots: int,
+        num_positions: int,
+        native: bool,
+        bf16_products: bool = False,
+    ) -> None:
+        """`native`: whether passes are computed in C, which the model has been checked for; `bf16_products` is a setting."""
         self.model = model
         rotary = rotary_of(model.schedule.decoder, num_positions, dtype=model.dtype, device=model.device)
         self.visits = {name: _visits(model, store, rotary, name) for name in (PARALLEL, SEQUENTIAL)}
         cycle_length = model.method.cycle_length
         self.native: NativeKernels | None = None
         if native:
-            self.native = NativeKernels(model, max_rows=2 * cycle_length * num_slots)
+            self.native = NativeKernels(model, max_rows=2 * cycle_length * num_slots, bf16_products=bf16_products)
         kept_size = (num_slots + 1, cycle_length, model.schedule.decoder.hidden_size)
         self.kept_SCX = torch.zeros(kept_size, dtype=model.dtype, device=model.device)
         """Outputs of the parallel pass for the current cycle of each slot; there is one more slot, for padding rows."""

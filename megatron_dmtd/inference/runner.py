@@ -37,12 +37,22 @@ class Runner:
     """A model, its K/V store, and the pages of the requests in all slots."""
 
     def __init__(
-        self, model: ModelWeights, store: KVStore, *, num_slots: int, max_length: int, native: bool, mode: StepMode = "dynamic"
+        self,
+        model: ModelWeights,
+        store: KVStore,
+        *,
+        num_slots: int,
+        max_length: int,
+        native: bool,
+        bf16_products: bool = False,
+        mode: StepMode = "dynamic",
     ) -> None:
         # Blocks of the last cycle may reach past the last token.
         num_positions = max_length + model.method.cycle_length
         self.schedule, self.store = model.schedule, store
-        self.forward = Forward(model, store, num_slots=num_slots, num_positions=num_positions, native=native)
+        self.forward = Forward(
+            model, store, num_slots=num_slots, num_positions=num_positions, native=native, bf16_products=bf16_products
+        )
         self.tables = DeviceTables(store, num_slots=num_slots, max_entries=num_positions, device=model.device)
         self._groups = {
             name: GroupColumns(groups, self.tables.by_group)

@@ -133,6 +133,31 @@ def test_native_kernels_give_the_oracles_log_probabilities(shape, kind, matrix_d
     torch.testing.assert_close(scores, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", [*FOUR_VARIANTS, ("", "")], ids=[*("-".join(kind) for kind in FOUR_VARIANTS), "vanilla"])
+def test_products_in_bfloat16_stay_near_the_oracles_log_probabilities(kind):
+    """A prompt of 47 tokens in pieces of 24, whose products are rounded to bfloat16; the oracle computes in float64.
+
+    Level: every product rounded to eight bits, through four layers: a tenth of the logits' spread, a fortieth on average.
+    """
+    shape = Shape(**NATIVE, num_parallel_layers=2 if kind[0] else 0)
+    weights = {name: tensor.bfloat16().double() for name, tensor in random_weights(shape, seed=3).items()}
+    model = model_of(shape, weights, *kind, dtype=torch.float32, matrix_dtype=torch.bfloat16)
+    ids = random_ids(47, seed=9)
+    if kind[0]:
+        expected = teacher_forced_logits(weights, shape, history=kind[0], block_attention=kind[1], token_ids=ids.tolist())
+    else:
+        expected = vanilla_logits(weights, shape, ids.tolist())
+    spread = expected.std()
+    expected = expected[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    differences = {}
+    for rounded in (False, True):
+        config = EngineConfig(max_batch=2, chunk_tokens=24, kernels="native", bf16_products=rounded)
+        scores = torch.tensor(score(Engine(model, config), ids.tolist()), dtype=torch.float64)
+        differences[rounded] = (scores - expected).abs() / spread
+    assert differences[False].max() < 1e-4
+    assert 1e-4 < differences[True].mean() < 1 / 40 and differences[True].max() < 1 / 10
+
+
 def _fields(shape: Shape) -> dict:
     return {name: getattr(shape, name) for name in shape.__dataclass_fields__}
 

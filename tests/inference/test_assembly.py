@@ -5,7 +5,7 @@ import torch
 
 from megatron_dmtd.errors import CapabilityError, ConfigError
 from megatron_dmtd.inference import EngineConfig
-from megatron_dmtd.inference.assembly import make_store, native_refusal, step_mode
+from megatron_dmtd.inference.assembly import make_store, native_refusal, product_note, step_mode
 from megatron_dmtd.inference.loading import load_model
 
 
@@ -64,3 +64,23 @@ def test_why_the_native_kernels_are_not_used_is_said_or_raised(model):
     assert native_refusal(model, EngineConfig(kernels="torch")) == "kernels='torch'"
     with pytest.raises(CapabilityError, match="heads of 8"):
         native_refusal(model, EngineConfig(kernels="native"))
+
+
+def test_products_in_bfloat16_need_matrices_in_it_and_native_kernels(pairs, monkeypatch):
+    directory, cpu = pairs["causal-refresh"].directory, torch.device("cpu")
+    half = load_model(directory, device=cpu, matrix_dtype=torch.bfloat16)
+    wanted = EngineConfig(bf16_products=True)
+    with pytest.raises(ConfigError, match="matrices in torch"):
+        product_note(load_model(directory, device=cpu), wanted, "")
+    with pytest.raises(ConfigError, match="bf16_products with kernels='torch'"):
+        product_note(half, wanted, "kernels='torch'")
+    with pytest.raises(ConfigError, match="bf16_products=1"):
+        EngineConfig(bf16_products=1).check()
+    notes = {}
+    for has_instructions in (True, False):
+        monkeypatch.setattr("megatron_dmtd.inference.assembly.has_bf16_instructions", lambda found=has_instructions: found)
+        all_half = load_model(directory, device=cpu, dtype=torch.bfloat16)
+        asked = (half, wanted), (half, EngineConfig()), (all_half, EngineConfig())
+        notes[has_instructions] = [product_note(model, config, "") for model, config in asked]
+    assert notes[True] == ["", "", ""] and notes[False][1] == ""
+    assert "run in fp32 and are rounded" in notes[False][0] and "dtype='bfloat16' is slow here" in notes[False][2]

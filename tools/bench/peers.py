@@ -147,26 +147,24 @@ def our_worker(directory: str, options: argparse.Namespace) -> None:
     model = load_model(directory, device=torch.device("cpu"), matrix_dtype=getattr(torch, options.dtype))
     longest = max([options.prompt + options.new + 1, *(length + 1 for length in options.prefill)]) + 2 * CYCLE
     most = max([1, *options.batches])
-    params, engines = SamplingParams(ignore_eos=True), dict[tuple[str, int], Engine]()
+    room = max(most * (options.prompt + options.new + 2 * CYCLE + 32), longest + 32)
+    params, engines = SamplingParams(ignore_eos=True), dict[str, Engine]()
 
-    def engine_of(kind: str, batch: int) -> Engine:
-        if (kind, batch) not in engines:
-            engines.clear()
+    def engine_of(kind: str) -> Engine:
+        if kind not in engines:
             schedule = model.schedule
             if kind != VANILLA:
                 layers, mask = len(schedule.decoder.layers), len(model.embedding_VX) - 1
                 parallel = layers - max(1, int(SEQUENTIAL_SHARE * layers))
                 method = Method(variant=kind, cycle_length=CYCLE, mask_token_id=mask, num_parallel_layers=parallel)
                 schedule = make_schedule(schedule.decoder, method)
-            config = EngineConfig(
-                max_batch=batch, max_length=longest, cache_tokens=batch * (longest + 32), prefix_caching=False, chunk_tokens=512
-            )
-            engines[kind, batch] = Engine(dataclasses.replace(model, schedule=schedule), config)
-        return engines[kind, batch]
+            config = EngineConfig(max_batch=most, max_length=longest, cache_tokens=room, prefix_caching=False, chunk_tokens=512)
+            engines[kind] = Engine(dataclasses.replace(model, schedule=schedule), config)
+        return engines[kind]
 
     def generate(kind: str) -> Generate:
         def run(prompts: list[list[int]], new: int, first: Callable[[], None]) -> int:
-            engine, made = engine_of(kind, len(prompts)), dict[Any, int]()
+            made = dict[Any, int]()
             for prompt in prompts:
                 engine.submit(prompt, max_new_tokens=new, params=params)
 
@@ -179,7 +177,7 @@ def our_worker(directory: str, options: argparse.Namespace) -> None:
 
             return until_first(step, len(prompts), first)
 
-        engine_of(kind, most)
+        engine = engine_of(kind)
         return run
 
     with torch.inference_mode():

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch.nn import functional
+
+from megatron_dmtd.platform import products
 
 
 class Linear(Protocol):
@@ -78,7 +79,7 @@ class DenseLinear:
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """See `Linear`."""
-        return functional.linear(x, self.weight.to(x.dtype), self.bias)
+        return products.linear(x, self.weight.to(x.dtype), self.bias)
 
     def load_weight(self, first_row: int, rows: torch.Tensor) -> None:
         """See `Linear`."""

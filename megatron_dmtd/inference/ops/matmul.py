@@ -28,6 +28,8 @@ ROW_COUNTS = (12, 16, 24, 32, 64, 128)
 TRIALS = 5
 #: Another kernel is used only if it takes less than this fraction of our own's time: measurements are noisy.
 CLEARLY_FASTER = 0.9
+#: The kernel of more than `FEW_ROWS` rows if products in bfloat16 are wanted: by rule, since its numbers are other ones.
+ROUNDED = "rounded"
 #: More rows than the largest of `ROW_COUNTS`.
 LARGE = "products"
 #: Weights in bfloat16 that are widened at once: 32 MiB.
@@ -48,16 +50,18 @@ class Product(Protocol):
 
 
 class DenseProduct:
-    """Products in fp32 with fp32 or bf16 weights."""
+    """Products in fp32 with fp32 or bf16 weights; if wanted, those of more than `FEW_ROWS` rows and bf16 weights in bf16."""
 
-    def __init__(self, library: ctypes.CDLL, linears: Sequence[DenseLinear], *, max_rows: int) -> None:
+    def __init__(self, library: ctypes.CDLL, linears: Sequence[DenseLinear], *, max_rows: int, in_bfloat16: bool = False) -> None:
         """Measure on `linears`, several so that caches do not hold them."""
-        self.library = library
+        self.library, self.in_bfloat16 = library, in_bfloat16
         self.kernels: dict[str, DenseKernel] = {
             "native": self._native,
             "products": self._products,
             "transposed": _transposed,
         }
+        if in_bfloat16:
+            max_rows = FEW_ROWS  # nothing to choose from
         self._native_arguments: dict[Linear, tuple[int, int | None, int, int, bool]] = {}
         self._wide = torch.empty(0)
         self.measured_ms: dict[int, dict[str, float]] = {}
@@ -79,6 +83,8 @@ class DenseProduct:
 
     def kernel_for(self, rows: int) -> str:
         """Name of the kernel of products of that many rows."""
+        if self.in_bfloat16 and rows > FEW_ROWS:
+            return ROUNDED
         return self._chosen[rows] if rows < len(self._chosen) else LARGE
 
     def into(self, out: torch.Tensor, x: torch.Tensor, linear: Linear, residual: torch.Tensor | None) -> torch.Tensor:
@@ -87,6 +93,8 @@ class DenseProduct:
         rows = len(x)
         if rows <= FEW_ROWS:
             return self._native(out, x, linear, residual)
+        if self.in_bfloat16:
+            return _rounded(out, x, linear, residual)
         return self.kernels[self.kernel_for(rows)](out, x, linear, residual)
 
     def _native(self, out: torch.Tensor, x: torch.Tensor, linear: DenseLinear, residual: torch.Tensor | None) -> torch.Tensor:
@@ -129,6 +137,13 @@ class DenseProduct:
         if weight.numel() > self._wide.numel():
             self._wide = torch.empty(weight.numel(), dtype=dtype)
         return self._wide[: weight.numel()].view_as(weight).copy_(weight)
+
+
+def _rounded(out: torch.Tensor, x: torch.Tensor, linear: DenseLinear, residual: torch.Tensor | None) -> torch.Tensor:
+    """A product in bf16, summed in fp32 and rounded; bias and residual are added in fp32."""
+    product = products.linear(x.to(linear.weight.dtype), linear.weight)
+    whole = out.copy_(product) if residual is None else torch.add(residual, product, out=out)
+    return whole if linear.bias is None else whole.add_(linear.bias)
 
 
 def _transposed(out: torch.Tensor, x: torch.Tensor, linear: DenseLinear, residual: torch.Tensor | None) -> torch.Tensor:

@@ -79,10 +79,12 @@ def _arguments(visit: LayerVisit) -> VisitArguments:
 class NativeKernels:
     """Kernels and buffers for one model."""
 
-    def __init__(self, model: ModelWeights, *, max_rows: int) -> None:
-        """`max_rows`: of a pass that decodes. The products of more, which are pieces of prompts, are not measured."""
+    def __init__(self, model: ModelWeights, *, max_rows: int, bf16_products: bool = False) -> None:
+        """`max_rows`: of a pass that decodes. The products of more, which are pieces of prompts, are not measured.
+        `bf16_products`: see `EngineConfig`.
+        """
         self.library = load_kernels()
-        self.products: dict[type, Product] = {DenseLinear: _dense_product(model, self.library, max_rows)}
+        self.products: dict[type, Product] = {DenseLinear: _dense_product(model, self.library, max_rows, bf16_products)}
         self._arguments: dict[LayerVisit, VisitArguments] = {}
         decoder = model.schedule.decoder
         self.norms = _buffers({decoder.hidden_size})
@@ -118,9 +120,9 @@ def _buffers(widths: set[int]) -> dict[int, Buffer]:
     return {width: Buffer(width) for width in widths}
 
 
-def _dense_product(model: ModelWeights, library: ctypes.CDLL, max_rows: int) -> DenseProduct:
+def _dense_product(model: ModelWeights, library: ctypes.CDLL, max_rows: int, bf16_products: bool) -> DenseProduct:
     measured_on = [linear for layer in model.layers[:2] for linear in layer.linears if isinstance(linear, DenseLinear)]
-    return DenseProduct(library, measured_on, max_rows=max_rows)
+    return DenseProduct(library, measured_on, max_rows=max_rows, in_bfloat16=bf16_products)
 
 
 class NativeOps:

@@ -66,6 +66,31 @@ def test_many_rows_multiply_with_copies_of_a_part_of_the_matrix(rows, num_in, nu
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("rows", [8, 9, 70])
+def test_more_than_eight_rows_are_rounded_to_bfloat16_if_that_is_wanted(rows):
+    """Against the same in plain torch: operands and product rounded, sums in fp32. Up to eight rows nothing is rounded.
+
+    Level: one unit in the last of bfloat16's eight bits, where fp32 sums in another order round the other way.
+    """
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = torch.randn(rows, 700, generator=generator), torch.randn(38, 700, generator=generator).bfloat16()
+    bias, residual = torch.randn(38, generator=generator), torch.randn(rows, 38, generator=generator)
+    product_of = DenseProduct(load_kernels(), [DenseLinear(weight)], max_rows=70, in_bfloat16=True)
+    assert product_of.measured_ms == {} and product_of.kernel_for(rows) == ("native" if rows == 8 else "rounded")
+    exact = x.double() @ weight.double().t()
+    rounded = (x.bfloat16().float() @ weight.float().t()).bfloat16().double()
+    for own_bias, own_residual in ((None, None), (bias, residual)):
+        out = torch.full((rows, 38), torch.nan) if own_residual is None else own_residual.clone()
+        found = product_of.into(out, x, DenseLinear(weight, own_bias), None if own_residual is None else out)
+        added = 0 if own_bias is None else bias.double() + residual.double()
+        assert found.dtype == torch.float32
+        if rows == 8:
+            torch.testing.assert_close(found.double(), exact + added, rtol=1e-5, atol=1e-4)
+        else:
+            torch.testing.assert_close(found.double(), rounded + added, rtol=2**-7, atol=1e-4)
+            assert (found.double() - (rounded + added)).abs().lt(1e-5).double().mean() > 0.9
+
+
 def test_bfloat16_weights_are_read_as_the_numbers_they_are():
     generator = torch.Generator().manual_seed(1)
     x, weight = torch.randn(8, 53, generator=generator), torch.randn(38, 53, generator=generator).bfloat16()
