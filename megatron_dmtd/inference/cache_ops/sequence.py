@@ -429,7 +429,8 @@ class EditedSequence:
         self.pending = [cycle for cycle in self.pending if cycle * self.method.cycle_length not in self._places]
         if self.tree is not None and is_shared:
             self._register(self.tree)
-        self._places = {head: place for head, place in self._places.items() if head == max(self._places)}
+        latest = max(self._places, default=None)
+        self._places = {head: place for head, place in self._places.items() if head == latest}
         self._step_moves, self._final = [], []
         following = len(self.tokens)
         if self.pending:
@@ -493,12 +494,17 @@ class EditedSequence:
 
 
 def most_page_sets(timeline: Timeline, method: Method, prompt_length: int, num_tokens: int, page_size: int) -> int:
-    """Page sets that a request of `num_tokens`, output included, owns at most when it is computed cycle by cycle."""
+    """Page sets that a request of `num_tokens`, output included, owns at most when it is computed cycle by cycle.
+
+    Counted segment by segment: within one, page sets are taken and none are given back, so the most are the same.
+    """
     pages, length = CountedPages(page_size), method.cycle_length
     sequence = EditedSequence(timeline, method, [0] * prompt_length, pages=pages, tree=None)
     sequence.begin()
     while sequence.pending:
-        sequence.chunk(sequence.stops(length)[0])
+        segment = timeline.segment_of(sequence.pending[0] * length)
+        end = timeline.cuts[segment] if segment < len(timeline.cuts) else prompt_length
+        sequence.chunk(min(end, prompt_length))
         sequence.finish(is_shared=False)
     while len(sequence.tokens) < num_tokens:
         sequence.tokens.append(0)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from megatron_dmtd.inference import SamplingParams
+from megatron_dmtd.inference.cache_ops.pages import CountedPages
 from megatron_dmtd.inference.cache_ops.program import Timeline, parse_program
-from megatron_dmtd.inference.cache_ops.sequence import most_page_sets
+from megatron_dmtd.inference.cache_ops.sequence import EditedSequence, most_page_sets
 from tests.inference.cache_ops.engines import MODELS, Checked
 from tests.inference.cache_ops.test_closure import brute_force
 from tests.oracles.programs import random_program
@@ -132,6 +133,29 @@ def test_the_most_that_is_owned_is_counted_in_advance():
     one = Checked("qwen3")
     timeline = Timeline(program, 1, 30)
     assert most_page_sets(timeline, one.engine.method, 24, 29, 4) == 4
+
+
+@each_model
+def test_counting_by_segments_is_counting_by_cycles(name):
+    """Equal numbers, for random programs and page sizes; the slow count takes one cycle of the prompt at a time."""
+    method, chance = Checked(name).engine.method, random.Random(name)
+    length, num_given_back = method.cycle_length, 0
+    for _ in range(60):
+        num_tokens, size = chance.randrange(8, 80), length * chance.choice((1, 2, 4))
+        timeline = Timeline(parse_program(random_program(chance, num_tokens, length), num_tokens), length, num_tokens + 6)
+        pages = CountedPages(size)
+        sequence = EditedSequence(timeline, method, [0] * num_tokens, pages=pages, tree=None)
+        sequence.begin()
+        while sequence.pending:
+            sequence.chunk(sequence.stops(length)[0])
+            sequence.finish(is_shared=False)
+        for _ in range(5):
+            sequence.tokens.append(0)
+            sequence.chunk(len(sequence.tokens))
+            sequence.finish(is_shared=False)
+        assert most_page_sets(timeline, method, num_tokens, num_tokens + 5, size) == pages.most_used
+        num_given_back += pages.most_used > pages.num_used
+    assert num_given_back > 0
 
 
 def test_samples_sampling_and_preemption_go_on_working():
