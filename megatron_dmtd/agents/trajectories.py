@@ -38,9 +38,9 @@ class Trajectory:
         """How many messages each request held."""
         return [number + 1 for number in range(len(self.messages)) if ends_request(self.messages, number)]
 
-    def body(self) -> dict[str, Any]:
+    def body(self, *, sends_tools: bool) -> dict[str, Any]:
         """The fields of every request besides its messages."""
-        fields: dict[str, Any] = {"tools": self.chat.tools} if self.chat.tools is not None else {}
+        fields: dict[str, Any] = {"tools": self.chat.tools} if sends_tools and self.chat.tools else {}
         return fields | ({"chat_template_kwargs": self.chat.values} if self.chat.values else {})
 
     def marked(self, mark: str) -> Trajectory:

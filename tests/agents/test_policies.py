@@ -184,3 +184,8 @@ def test_an_estimate_counts_contents_calls_and_something_for_headers():
 def test_impossible_settings_are_refused(make, found):
     with pytest.raises(ConfigError, match=f"found: {found}"):
         make()
+
+
+def test_a_long_task_before_any_turn_of_the_assistant_is_left_alone():
+    messages = history([])[:-1]
+    assert TextEngineering(threshold=3)(messages, letters).messages == messages

@@ -24,7 +24,8 @@ def test_a_file_is_read_as_it_was_written_and_blank_lines_do_not_matter(tmp_path
     path.write_text(path.read_text() + "\n" + json.dumps([SYSTEM, USER]) + "\n")
     first, second, third = read_trajectories(path)
     assert (first.name, second.name, third.name) == ("first", "2", "4")
-    assert first.messages == history([1, 2]) and first.body() == {"tools": tools} and second.body() == {}
+    assert first.messages == history([1, 2]) and first.body(sends_tools=True) == {"tools": tools}
+    assert first.body(sends_tools=False) == second.body(sends_tools=True) == {}
     assert third.messages == [SYSTEM, USER]
 
 
@@ -38,7 +39,7 @@ def test_a_request_ends_before_each_turn_of_the_assistant_and_at_an_open_end(tmp
 def test_values_for_the_template_are_sent(tmp_path):
     path = tmp_path / "runs.jsonl"
     write_trajectories(path, [{"messages": [USER], "chat_template_kwargs": {"enable_thinking": False}}])
-    assert read_trajectories(path)[0].body() == {"chat_template_kwargs": {"enable_thinking": False}}
+    assert read_trajectories(path)[0].body(sends_tools=False) == {"chat_template_kwargs": {"enable_thinking": False}}
 
 
 def test_a_mark_stands_before_the_first_text_and_changes_nothing_else(tmp_path):
