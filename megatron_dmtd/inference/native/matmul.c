@@ -91,10 +91,11 @@ typedef struct {
 static i64 rows_of_tile(const Product *p, i64 first) { return p->R - first < TILE_ROWS ? p->R - first : TILE_ROWS; }
 
 /* Sums to outputs, with the columns after the last whole vector. */
-static void finish(const Product *p, vec *sums, i64 first, i64 rows, i64 row, i64 count) {
+static void finish(const Product *p, const vec *sums, i64 first, i64 rows, i64 row, i64 count) {
   float totals[3 * TILE_ROWS + LANES];
-  for (i64 i = rows * count; i % LANES; i++) sums[i] = (vec){0};
-  for (i64 i = 0; i < rows * count; i += LANES) *(vec *)(totals + i) = sums_of(sums + i);
+  i64 size = rows * count, whole = size / LANES * LANES;
+  for (i64 i = 0; i < whole; i += LANES) *(vec *)(totals + i) = sums_of(sums + i);
+  for (i64 i = whole; i < size; i++) totals[i] = sum_of(sums[i]);
   for (i64 b = 0; b < count; b++)
     for (i64 m = 0; m < rows; m++) {
       i64 column = row + b * p->third, at = (first + m) * p->num_out + column;
@@ -108,10 +109,10 @@ static void finish(const Product *p, vec *sums, i64 first, i64 rows, i64 row, i6
 /* Rows [row, row + num) of w, and with `count` 3 those one and two thirds further, times all rows of x. While the rows of x pass
    over one block of weights, the next block is fetched, in equal parts. */
 static void multiply(const Product *p, i64 row, i64 num, i64 count) {
-  vec sums[(MOST_ROWS / TILE_ROWS) * GROUP][3 * TILE_ROWS + LANES];
+  vec sums[(MOST_ROWS / TILE_ROWS) * GROUP][3 * TILE_ROWS];
   i64 num_tiles = (p->R + TILE_ROWS - 1) / TILE_ROWS, step = num_tiles > 1 ? BLOCK_COLUMNS : p->whole, bytes = p->is_bf16 ? 2 : 4;
   const char *w = p->w;
-  memset(sums, 0, sizeof sums[0] * (size_t)(num_tiles * GROUP));
+  memset(sums, 0, sizeof sums[0] * (size_t)(num_tiles > 1 ? num_tiles * GROUP : num));
   for (i64 begin = 0; begin < p->whole; begin += step) {
     i64 size = begin + step < p->whole ? step : p->whole - begin, is_last = begin + size == p->whole;
     for (i64 t = 0; t < num_tiles; t++) {

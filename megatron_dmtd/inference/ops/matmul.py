@@ -27,7 +27,7 @@ ROW_COUNTS = (12, 16, 24, 32, 64, 128)
 #: Calls per kernel and number of rows; the fastest counts, since other work on the machine only makes calls slower.
 TRIALS = 5
 #: Another kernel is used only if it takes less than this fraction of our own's time: measurements are noisy.
-CLEARLY_FASTER = 0.9
+CLEARLY_FASTER = 0.95
 #: The kernel of more than `FEW_ROWS` rows if products in bfloat16 are wanted: by rule, since its numbers are other ones.
 ROUNDED = "rounded"
 #: More rows than the largest of `ROW_COUNTS`.
