@@ -65,8 +65,8 @@ class Forward:
         return ops.head(ops.norm(hidden_FX, self.model.final_norm), self.model.head, self.model.logit_scale)
 
     def ops(self, run: RowsInLayers) -> Ops:
-        """The arithmetic for `run`: in C if enabled, for passes that are neither static nor of requests with cache operations."""
-        if self.native is not None and isinstance(run, Pass) and run.views is None:
+        """The arithmetic for `run`: in C if enabled, for passes that are not static."""
+        if self.native is not None and isinstance(run, Pass):
             return NativeOps(self.native, run)
         return TorchOps(run)
 
@@ -165,7 +165,7 @@ def _layers(ops: Ops, visits: Sequence[LayerVisit], hidden_RX: torch.Tensor, run
         qkv = ops.linear(ops.norm(hidden_RX, weights.attention_norm), weights.qkv)
         qkv = ops.rotate_and_store(qkv, visit)
         if run.views is not None:
-            run.views.copy_moved(visit)
+            run.views.copy_moved(visit, ops.move)
         if final_only:
             hidden_RX = hidden_RX[run.final_R]
             if not run.final:

@@ -6,7 +6,8 @@ Shape legend: R rows of a pass, S slots, P pages, B chunks, G key/value heads, D
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +18,9 @@ from megatron_dmtd.architecture.rotary import attention_factor, rotary_tables
 from megatron_dmtd.inference.cache_ops.pages import PageSet
 from megatron_dmtd.inference.cache_ops.views import HIDDEN, Moves, View
 from megatron_dmtd.inference.kv.codec import EncodedPages
+
+#: Copies entries of a visit: page and offset of sources and of targets, cosines and sines [R, D] of the angles.
+Move = Callable[["MovingVisit", tuple[torch.Tensor, ...], tuple[torch.Tensor, torch.Tensor]], None]
 
 
 class MovingVisit(Protocol):
@@ -33,6 +37,18 @@ class MovingVisit(Protocol):
     @property
     def pages(self) -> EncodedPages:
         """Its K and V."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeViews:
+    """The same as arguments of native kernels."""
+
+    table: tuple[int, int]
+    """Address and columns of the pages of every slot and view."""
+    rows: int
+    """Address of the row of that table where each row of the pass finds its pages."""
+    views: tuple[int, int, int]
+    """Addresses of each row's view and of the positions of entries, and the number of entries."""
 
 
 class PassViews:
@@ -58,6 +74,7 @@ class PassViews:
         self.table_R = self._rows
         """The row of `pages` where each row of the pass finds its pages."""
         self._view_positions = self._positions()
+        self._native_rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._columns = {name: _columns(self._moves, name, device) for name in groups} if self._moves else {}
         self._rotations: dict[object, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -65,7 +82,7 @@ class PassViews:
         """The same for some rows of the pass."""
         found = copy.copy(self)
         found._rows, found._slots = self._rows[list(kept)], self._slots[list(kept)]
-        found.table_R, found._extended = found._rows, {}
+        found.table_R, found._extended, found._native_rows = found._rows, {}, None
         return found
 
     def _table(self, group: str) -> torch.Tensor:
@@ -93,22 +110,38 @@ class PassViews:
             self.table_R = torch.where(self._rows >= 0, self._rows + page_SP.shape[0], self._slots).to(self.device)
         return found
 
+    def native(self, group: str, page_SP: torch.Tensor) -> NativeViews:
+        """What native kernels are given, as addresses in memory that this object keeps."""
+        table = self.pages(group, page_SP)
+        if self._native_rows is None:
+            positions = self._view_positions.to(torch.int32).contiguous()
+            self._native_rows = self.table_R.contiguous(), self._rows.contiguous(), positions
+        rows, views, positions = self._native_rows
+        return NativeViews(
+            table=(table.data_ptr(), table.shape[1]),
+            rows=rows.data_ptr(),
+            views=(views.data_ptr(), positions.data_ptr(), positions.shape[1]),
+        )
+
     def read(self, group: str, views: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Pages `[B, P]` of some views, and the positions `[B, K]` of their entries."""
         chosen = torch.tensor(views, device=self.device)
         return self._tables[group][chosen], self._view_positions[chosen]
 
-    def copy_moved(self, visit: MovingVisit) -> None:
-        """Copy what moves, with K rotated back and to its new position."""
+    def copy_moved(self, visit: MovingVisit, move: Move | None = None) -> None:
+        """Copy what moves, with K rotated back and to its new position. `move`: does it instead of torch."""
         if not self._moves:
             return
         source, source_offset, target, target_offset, *_ = self._columns[visit.group]
+        if move is not None:
+            move(visit, self._columns[visit.group][:4], self._turns(visit))
+            return
         k_RGD, v_RGD = visit.pages.read_entries(source, source_offset)
         visit.pages.write(target, target_offset, self._rotated(k_RGD, visit), v_RGD)
 
-    def _rotated(self, k_RGD: torch.Tensor, visit: MovingVisit) -> torch.Tensor:
+    def _turns(self, visit: MovingVisit, wide: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [R, D] of the angles between the positions."""
         profile, head_dim = visit.attention.rotary, visit.attention.head_dim
-        wide = torch.promote_types(k_RGD.dtype, torch.float32)
         key = (profile, head_dim)
         if key not in self._rotations:
             *_, before, after = self._columns[visit.group]
@@ -116,8 +149,12 @@ class PassViews:
             next_cos, next_sin = rotary_tables(after, profile, head_dim, wide)
             squared = attention_factor(profile.scaling) ** 2  # on both tables, and already in K
             turn = (next_cos * cos + next_sin * sin) / squared, (next_sin * cos - next_cos * sin) / squared
-            self._rotations[key] = turn[0][:, None], turn[1][:, None]
-        cos_R1D, sin_R1D = self._rotations[key]
+            self._rotations[key] = turn[0].contiguous(), turn[1].contiguous()
+        return self._rotations[key]
+
+    def _rotated(self, k_RGD: torch.Tensor, visit: MovingVisit) -> torch.Tensor:
+        wide = torch.promote_types(k_RGD.dtype, torch.float32)
+        cos_R1D, sin_R1D = (turn[:, None] for turn in self._turns(visit, wide))
         k = k_RGD.to(wide)
         first, second = k.chunk(2, dim=-1)
         return (k * cos_R1D + torch.cat([-second, first], dim=-1) * sin_R1D).to(k_RGD.dtype)

@@ -6,6 +6,9 @@
  * The queries of a chunk are taken in blocks, the entries in segments that begin at multiples of SEGMENT. Each segment gives a sum of
  * its own, and the sums are merged in their order; so what a row gets does not depend on which thread computed what, nor on the
  * other rows.
+ *
+ * Rows of a request with cache operations read a view: pages in any order, and for each entry the position of the token that it shows,
+ * or -1. Their ranges are of positions, and vectors of entries that no row of a block sees are left out.
  */
 #include <omp.h>
 
@@ -156,6 +159,31 @@ static Softmax soften(float *scores, i64 num, Range seen) {
   return (Softmax){top, sum_of(total)};
 }
 
+/* The same where each entry of tile i, `entries[i]` and those after it, is seen if its position is in `seen`. Nothing seen: zeros. */
+static Softmax soften_view(float *scores, const i64 *entries, i64 num_tiles, const int *positions, Range seen) {
+  float top = NOTHING;
+  for (i64 i = 0; i < num_tiles; i++) {
+    const int *position = positions + entries[i];
+    float *score = scores + i * LANES;
+    for (i64 lane = 0; lane < LANES; lane++) {
+      score[lane] = position[lane] >= seen.begin && position[lane] < seen.end ? score[lane] : NOTHING;
+      top = score[lane] > top ? score[lane] : top;
+    }
+  }
+  if (top == NOTHING) {
+    memset(scores, 0, (size_t)(num_tiles * LANES) * sizeof(float));
+    return (Softmax){NOTHING, 0};
+  }
+  vec total = {0};
+  for (i64 i = 0; i < num_tiles * LANES; i += LANES) {
+    vec weight = exp_of(load(scores + i) - top);
+    for (i64 lane = 0; lane < LANES; lane++) weight[lane] = scores[i + lane] == NOTHING ? 0 : weight[lane];
+    *(vec *)(scores + i) = weight;
+    total += weight;
+  }
+  return (Softmax){top, sum_of(total)};
+}
+
 /* Adds the output over a part of the keys to that over the parts before it. */
 static void merge(Softmax *all, float *out, Softmax part, const float *part_out, i64 D) {
   if (part.sum == 0) return;
@@ -170,6 +198,9 @@ typedef struct {
   const i64 *entry_begin, *entry_end, *local_begin, *local_end;
   float *out;
   i64 H, G, D, T, width, sharing;
+  const i64 *views;     /* of each row; -1: a plain one. NULL: all are plain */
+  const int *positions; /* of each view's entries, [views][num_entries] */
+  i64 num_entries;
 } Attention;
 
 /* Some queries of one chunk, which pass over the entries of its request together. */
@@ -177,6 +208,8 @@ typedef struct {
   const i64 *rows, *pages;
   i64 num_rows, first_out;
   Range entries; /* what any of them reads; begins at a multiple of LANES */
+  const int *positions; /* of the entries of their view; NULL: they read ranges of entries */
+  Range seen;           /* positions that any of them reads */
 } Block;
 
 static i64 num_segments(const Block *b) {
@@ -192,6 +225,12 @@ static void take_queries(const Attention *a, const Block *b, i64 group, float *q
   }
 }
 
+static int any_seen(const int *positions, Range seen) {
+  int found = 0;
+  for (i64 lane = 0; lane < LANES; lane++) found |= positions[lane] >= seen.begin && positions[lane] < seen.end;
+  return found;
+}
+
 /* Outputs `out` of all queries over segment `number`, each with a softmax of its own. `scores` has room for [queries][SEGMENT]. */
 static void attend_segment(const Attention *a, const Block *b, i64 group, i64 number, const float *q, float *scores, float *out,
                            Softmax *softmax) {
@@ -200,16 +239,23 @@ static void attend_segment(const Attention *a, const Block *b, i64 group, i64 nu
   if (first < b->entries.begin) first = b->entries.begin;
   if (end > b->entries.end) end = b->entries.end;
   Tile tiles[MAX_TILES];
-  i64 num_tiles = 0;
-  for (i64 entry = first; entry < end; entry += LANES, num_tiles++) {
+  i64 num_tiles = 0, entries[MAX_TILES];
+  for (i64 entry = first; entry < end; entry += LANES) {
+    if (b->positions && !any_seen(b->positions + entry, b->seen)) continue;
     i64 page = b->pages[entry / T] * a->G + group, offset = entry % T;
-    tiles[num_tiles] = (Tile){a->k_pages + page * D * T + offset, a->v_pages + (page * T + offset) * D};
+    entries[num_tiles] = entry;
+    tiles[num_tiles++] = (Tile){a->k_pages + page * D * T + offset, a->v_pages + (page * T + offset) * D};
   }
   for (i64 j = 0; j < num_queries; j += MAX_QUERIES) {
     int count = (int)(num_queries - j < MAX_QUERIES ? num_queries - j : MAX_QUERIES);
     score_all(q + j * D, tiles, num_tiles, scores + j * SEGMENT, D, T, count);
     for (i64 n = j; n < j + count; n++) {
       i64 row = b->rows[n / a->sharing];
+      if (b->positions) {
+        Range seen = {a->entry_begin[row], a->entry_end[row]};
+        softmax[n] = soften_view(scores + n * SEGMENT, entries, num_tiles, b->positions, seen);
+        continue;
+      }
       Range seen = {a->entry_begin[row] - first, a->entry_end[row] - first};
       if (seen.begin < 0) seen.begin = 0;
       if (seen.end > end - first) seen.end = end - first;
@@ -317,19 +363,25 @@ static Block block_of(const Attention *a, const i64 *rows, i64 num_rows, const i
     if (end > begin && begin < entries.begin) entries.begin = begin;
     if (end > begin && end > entries.end) entries.end = end;
   }
+  if (a->views && a->views[rows[0]] >= 0) {
+    Range all = {0, size_of(entries) ? a->num_entries : 0};
+    return (Block){rows, pages, num_rows, first_out, all, a->positions + a->views[rows[0]] * a->num_entries, entries};
+  }
   entries.begin = size_of(entries) ? entries.begin / LANES * LANES : 0;
-  return (Block){rows, pages, num_rows, first_out, entries};
+  return (Block){rows, pages, num_rows, first_out, entries, NULL, {0, 0}};
 }
 
 /* Attention of `query_rows`, by chunk: row r reads entries [entry_begin[r], entry_end[r]) of its request's pages and rows
    [local_begin[r], local_end[r]) of this call. Chunk c has queries [query_start[c], query_start[c + 1]) and rows
-   [row_start[c], row_start[c + 1]). qkv[R][stride], out[number of queries][H D]. */
+   [row_start[c], row_start[c + 1]), all of one view. qkv[R][stride], out[number of queries][H D]. With `views`, a row of a view reads
+   the entries of its table whose `positions` are in its range instead. */
 void dmtd_attend(const float *qkv, i64 stride, const float *k_pages, const float *v_pages, const i64 *pages, i64 pages_stride, const i64 *slot,
                  const i64 *entry_begin, const i64 *entry_end, const i64 *local_begin, const i64 *local_end,
                  const i64 *query_rows, const i64 *query_start, const i64 *row_start, i64 num_chunks, float *out, i64 H, i64 G,
-                 i64 D, i64 T) {
+                 i64 D, i64 T, const i64 *views, const int *positions, i64 num_entries) {
   i64 sharing = H / G, rows_per_block = sharing < BLOCK_QUERIES ? BLOCK_QUERIES / sharing : 1, num_blocks = 0;
-  Attention a = {qkv, k_pages, v_pages, entry_begin, entry_end, local_begin, local_end, out, H, G, D, T, stride, sharing};
+  Attention a = {qkv, k_pages, v_pages, entry_begin, entry_end, local_begin, local_end, out, H, G, D, T, stride, sharing,
+                 views, positions, num_entries};
   i64 most_blocks = query_start[num_chunks] / rows_per_block + num_chunks, most_segments = 0;
   Block *blocks = malloc((size_t)most_blocks * sizeof(Block));
   if (!blocks) abort();
@@ -348,4 +400,25 @@ void dmtd_attend(const float *qkv, i64 stride, const float *k_pages, const float
       for (i64 group = 0; group < G; group++) attend_block(&a, blocks + num_blocks - 1 - block, group);
   }
   free(blocks);
+}
+
+/* K and V of entries, copied to other entries: K, whose dimension d pairs with d + D / 2, turned by the angle of cosines and sines
+   [number of entries][D]. Pages as above; entry i lies in page[i] at offset[i]. */
+void dmtd_move(float *k_pages, float *v_pages, const i64 *from_page, const i64 *from_offset, const i64 *to_page, const i64 *to_offset,
+               const float *cosines, const float *sines, i64 num, i64 G, i64 D, i64 T) {
+#pragma omp parallel for schedule(static)
+  for (i64 i = 0; i < num; i++) {
+    const float *c = cosines + i * D, *s = sines + i * D;
+    for (i64 group = 0; group < G; group++) {
+      const float *k = k_pages + (from_page[i] * G + group) * D * T + from_offset[i];
+      float *to = k_pages + (to_page[i] * G + group) * D * T + to_offset[i];
+      for (i64 d = 0; d < D / 2; d++) {
+        float first = k[d * T], second = k[(d + D / 2) * T];
+        to[d * T] = first * c[d] - second * s[d];
+        to[(d + D / 2) * T] = second * c[d + D / 2] + first * s[d + D / 2];
+      }
+      memcpy(v_pages + ((to_page[i] * G + group) * T + to_offset[i]) * D, v_pages + ((from_page[i] * G + group) * T + from_offset[i]) * D,
+             (size_t)D * sizeof(float));
+    }
+  }
 }

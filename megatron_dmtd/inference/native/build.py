@@ -32,7 +32,17 @@ SIGNATURES = {
     "dmtd_step": [POINTER] * 3 + [INTEGER] * 2 + [FLOAT],
     "dmtd_gate_heads": [POINTER] * 2 + [INTEGER] + [POINTER] * 2 + [INTEGER] * 2 + [FLOAT],
     "dmtd_rotate_and_store": [POINTER] + [INTEGER] * 2 + [POINTER] * 9 + [INTEGER] + [POINTER] * 2 + [INTEGER] * 5 + [FLOAT],
-    "dmtd_attend": [POINTER, INTEGER] + [POINTER] * 3 + [INTEGER] + [POINTER] * 8 + [INTEGER, POINTER] + [INTEGER] * 4,
+    "dmtd_attend": (
+        [POINTER, INTEGER]
+        + [POINTER] * 3
+        + [INTEGER]
+        + [POINTER] * 8
+        + [INTEGER, POINTER]
+        + [INTEGER] * 4
+        + [POINTER] * 2
+        + [INTEGER]
+    ),
+    "dmtd_move": [POINTER] * 8 + [INTEGER] * 4,
 }
 
 

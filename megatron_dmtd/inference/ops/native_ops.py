@@ -15,6 +15,7 @@ import torch
 
 from megatron_dmtd.architecture import DecoderSpec
 from megatron_dmtd.errors import CapabilityError
+from megatron_dmtd.inference.cache_ops.passes import MovingVisit
 from megatron_dmtd.inference.native.build import load_kernels
 from megatron_dmtd.inference.ops.linear import DenseLinear, Linear
 from megatron_dmtd.inference.ops.matmul import DenseProduct, Product
@@ -22,6 +23,8 @@ from megatron_dmtd.inference.ops.protocol import LayerVisit
 from megatron_dmtd.inference.passes import ENTRY, POSITION, SLOT, Pass, QueryRuns
 from megatron_dmtd.inference.weights import LayerWeights, ModelWeights, Norm, Step
 
+#: Arguments of attention where no row reads a view.
+_NO_VIEWS = (None, None, 0)
 #: As in `elementwise.c`.
 _NO_NORM, _RMS_NORM, _UNIT_NORM = range(3)
 #: Entries per page and the head width are processed in whole vectors.
@@ -168,14 +171,14 @@ class NativeOps:
     def rotate_and_store(self, qkv: torch.Tensor, visit: LayerVisit) -> torch.Tensor:
         """See `Ops`. In place."""
         run, known = self.run, self._kernels.arguments_of(visit)
-        columns = run.column_pointers
+        columns, (rows, table, _) = run.column_pointers, self._tables(visit)
         self._library.dmtd_rotate_and_store(
             qkv.data_ptr(),
             *known.norms_and_rotary,
             columns[POSITION],
-            columns[SLOT],
+            rows,
             columns[ENTRY],
-            *run.addresses(visit.group).native_table,
+            *table,
             *known.pages,
             len(qkv),
             *known.heads,
@@ -184,23 +187,39 @@ class NativeOps:
         )
         return qkv
 
+    def _tables(self, visit: LayerVisit) -> tuple[int, tuple[int, int], tuple[int | None, int | None, int]]:
+        """Of each row the row of the table with its pages, that table, and the views."""
+        run, addresses = self.run, self.run.addresses(visit.group)
+        if run.views is None:
+            return run.column_pointers[SLOT], addresses.native_table, _NO_VIEWS
+        found = run.views.native(visit.group, addresses.table.page_SP)
+        return found.rows, found.table, found.views
+
+    def move(self, visit: MovingVisit, columns: tuple[torch.Tensor, ...], turns: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """See `Ops`."""
+        pages, sizes = visit.pages.native, visit.attention
+        given = [tensor.data_ptr() for tensor in (*columns, *turns)]
+        heads = sizes.num_key_value_heads, sizes.head_dim
+        self._library.dmtd_move(pages.k, pages.v, *given, len(columns[0]), *heads, self.run.page_size)
+
     def attend(self, qkv: torch.Tensor, visit: LayerVisit, *, final_only: bool) -> torch.Tensor:
         """See `Ops`."""
         run, known = self.run, self._kernels.arguments_of(visit)
-        addresses = run.addresses(visit.group)
+        rows, table, views = self._tables(visit)
         queries = run.final_runs if final_only else run.all_runs
         out = self._kernels.attended[visit.attention.query_size][queries.num_queries]
         self._library.dmtd_attend(
             qkv.data_ptr(),
             qkv.shape[1],
             *known.pages,
-            *addresses.native_table,
-            run.column_pointers[SLOT],
-            *addresses.native_reads,
+            *table,
+            rows,
+            *run.addresses(visit.group).native_reads,
             *queries.native,
             out.data_ptr(),
             *known.heads,
             run.page_size,
+            *views,
         )
         self._gate_heads(out, qkv, visit.weights, queries)
         return out

@@ -15,6 +15,7 @@ import torch
 
 from megatron_dmtd.architecture import AttentionSpec, DecoderSpec, RotaryProfile
 from megatron_dmtd.architecture.rotary import rotary_tables
+from megatron_dmtd.inference.cache_ops.passes import Move
 from megatron_dmtd.inference.kv.codec import EncodedPages
 from megatron_dmtd.inference.ops.linear import Linear
 from megatron_dmtd.inference.weights import LayerWeights, Norm, Step
@@ -76,6 +77,10 @@ class Ops(Protocol):
 
     def rotate_and_store(self, qkv: torch.Tensor, visit: LayerVisit) -> torch.Tensor:
         """Norm and rotate q and k, scale q, and store k and v of the rows that are kept. Gives all of them side by side again."""
+
+    @property
+    def move(self) -> Move | None:
+        """Copies cached entries to other positions; None: torch does it (`PassViews.copy_moved`)."""
 
     def attend(self, qkv: torch.Tensor, visit: LayerVisit, *, final_only: bool) -> torch.Tensor:
         """Attention `[F, H * D]` of all rows, or of the final ones, with the layer's gate and norm if it has them."""

@@ -18,6 +18,8 @@ from megatron_dmtd.inference.weights import LayerWeights, Norm, Step
 class TorchOps:
     """See `protocol.Ops`."""
 
+    move = None
+
     def __init__(self, run: RowsInLayers) -> None:
         self.run = run
 

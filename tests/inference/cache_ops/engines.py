@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from megatron_dmtd.inference import Completion, Engine, EngineConfig, SamplingParams
@@ -21,6 +23,8 @@ CYCLED = {
 #: (shape, history, block attention) by name.
 MODELS = {name: (shape, "", "") for name, shape in ORDINARY.items()}
 MODELS |= {f"{'-'.join(kind)}, {name}": (shape, *kind) for kind in FOUR_VARIANTS for name, shape in CYCLED.items()}
+#: The same with sizes that native kernels take.
+NATIVE_MODELS = {name: (replace(shape, head_dim=16), *kind) for name, (shape, *kind) in MODELS.items() if not shape.frequencies}
 #: In float64, of log probabilities.
 CLOSE = 1e-11
 
@@ -28,8 +32,11 @@ CLOSE = 1e-11
 class Checked:
     """An engine whose every answer is compared with the oracle."""
 
-    def __init__(self, name: str, *, dtype: torch.dtype = torch.float64, **settings) -> None:
-        self.shape, *self.kind = MODELS[name]
+    def __init__(self, name: str, *, dtype: torch.dtype = torch.float64, is_native: bool = False, **settings) -> None:
+        """`is_native`: through native kernels, in fp32."""
+        self.shape, *self.kind = (NATIVE_MODELS if is_native else MODELS)[name]
+        if is_native:
+            dtype, settings = torch.float32, {"page_size": 48, "kernels": "native", **settings}
         self.weights = random_weights(self.shape, seed=1)
         self.cycle_length = self.shape.cycle_length if self.shape.num_parallel_layers else 1
         model = model_of(self.shape, self.weights, *self.kind, dtype=dtype)

@@ -11,6 +11,7 @@ from megatron_dmtd.inference.cache_ops.passes import PassViews
 from megatron_dmtd.inference.cache_ops.views import Moves, View
 from megatron_dmtd.inference.kv.codec import PageShape, PlainCodec
 from megatron_dmtd.inference.kv.pages import PageTable, PageTables
+from megatron_dmtd.inference.native.build import load_kernels
 from tests.inference.oracle_models import YARN
 
 
@@ -72,3 +73,36 @@ def test_rows_find_their_pages_after_those_of_the_slots():
     assert run.table_R.tolist() == [2, 4, 3] and table[3, :2].tolist() == [7, 9] and table[4, 0] == 9
     pages, positions = run.read("g", [1])
     assert pages.tolist() == [[9, 9]] and positions.tolist() == [[-1, 0, -1, -1, -1, -1, -1, -1]]
+
+
+def test_copies_in_c_are_those_of_torch():
+    """Level: K to rounding in fp32, V bitwise; nothing else changes."""
+    kernels = load_kernels()
+    generator = torch.Generator().manual_seed(4)
+    visits = [Visit(torch.float32), Visit(torch.float32)]
+    for name in ("k_PGDT", "v_PGTD"):
+        random = torch.randn(getattr(visits[0].pages, name).shape, generator=generator)
+        for visit in visits:
+            getattr(visit.pages, name).copy_(random)
+    sets = {page: PageSet(PageTables({"g": PageTable([page])})) for page in range(4)}
+    moves = Moves(
+        [sets[0], sets[1], sets[0]],
+        np.array([0, 3, 2]),
+        np.array([30, 5, 81]),
+        [sets[3], sets[2], sets[3]],
+        np.array([1, 0, 3]),
+        np.array([2, 3, 4]),
+    )
+    view = View(4)
+    view.add(sets[3], np.array([1, 3]), np.array([2, 4]))
+    run = PassViews([view], [moves], rows=[0], slots=[0], groups=["g"], device=torch.device("cpu"))
+
+    def move(visit, columns, turns):
+        pages = visit.pages.native
+        given = [tensor.data_ptr() for tensor in (*columns, *turns)]
+        kernels.dmtd_move(pages.k, pages.v, *given, len(columns[0]), 2, 8, 4)
+
+    run.copy_moved(visits[0])
+    run.copy_moved(visits[1], move)
+    torch.testing.assert_close(visits[1].pages.k_PGDT, visits[0].pages.k_PGDT, rtol=0, atol=1e-6)
+    assert torch.equal(visits[1].pages.v_PGTD, visits[0].pages.v_PGTD)

@@ -12,7 +12,7 @@ from megatron_dmtd.inference import SamplingParams
 from megatron_dmtd.inference.cache_ops.pages import CountedPages
 from megatron_dmtd.inference.cache_ops.program import Timeline, parse_program
 from megatron_dmtd.inference.cache_ops.sequence import EditedSequence, most_page_sets
-from tests.inference.cache_ops.engines import MODELS, Checked
+from tests.inference.cache_ops.engines import MODELS, NATIVE_MODELS, Checked
 from tests.inference.cache_ops.test_closure import brute_force
 from tests.oracles.programs import random_program
 
@@ -37,6 +37,20 @@ def test_random_programs_cold_warm_and_after_evictions(name, chunk_tokens):
     one.generate([(tokens, program), (tokens, None)], 3)
     one.generate([(tokens[:-2], [o for o in program if o["after"] <= num_tokens - 2])], 2)
     one.score(tokens, program)
+
+
+@pytest.mark.parametrize("name", NATIVE_MODELS)
+def test_native_kernels_serve_such_requests_together_with_others(name):
+    """Level: fp32, 1e-4. Cold, warm, with copies, and after evictions; texts of several pages."""
+    chance = random.Random(f"native{name}")
+    chunk_tokens = chance.choice([7, 1000])
+    one, text = Checked(name, is_native=True, chunk_tokens=chunk_tokens, cache_tokens=576), ids(90)
+    num_tokens = chance.randrange(50, 70)
+    tokens, program = text[:num_tokens], random_program(chance, num_tokens, one.cycle_length)
+    one.generate([(tokens, program), (text[:9], random_program(chance, 9, one.cycle_length)), (text[1:12], None)], 5, atol=1e-4)
+    one.engine.evict(tokens, chance.sample(range(num_tokens), 3), cache=program)
+    one.generate([(tokens, program), (tokens, None)], 3, atol=1e-4)
+    assert one.engine.runner.forward.native is not None
 
 
 def test_fp32_errs_at_most_twice_as_much_as_without_operations():

@@ -25,6 +25,8 @@ class Case:
     rows: tuple[int, int]
     """Rows of each request."""
     window: int | None = None
+    is_view: bool = False
+    """Whether the second request's rows read a view: entries in any order, some hidden; their ranges are of positions."""
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(sum(self.lengths) + self.heads)
@@ -44,6 +46,11 @@ class Case:
                 block = first + index // 4 * 4
                 local = (block, min(block + 4, first + count)) if index % 8 < 4 or end == 0 else (0, 0)
                 self.ranges.append((begin, end, *local))
+        num_entries = num_pages * self.page_size
+        self.positions_VK = torch.full((1, num_entries), -1, dtype=torch.int32)
+        shown = torch.randperm(num_entries, generator=generator)[: self.lengths[1]]
+        shown = shown[(shown < num_entries // 3) | (shown > num_entries // 2)]  # whole vectors in the middle show nothing
+        self.positions_VK[0, shown] = torch.randperm(self.lengths[1], generator=generator)[: len(shown)].int()
 
     def attend(self, queries: list[int]) -> torch.Tensor:
         columns = [torch.tensor(column) for column in (self.slot, *zip(*self.ranges))]
@@ -60,8 +67,15 @@ class Case:
             2,
             out.data_ptr(),
             *(self.heads, self.groups, self.width, self.page_size),
+            *self._views(),
         )
         return out
+
+    def _views(self) -> tuple[int | None, int | None, int]:
+        if not self.is_view:
+            return None, None, 0
+        self._view_R = torch.tensor([-1] * self.rows[0] + [0] * self.rows[1])
+        return self._view_R.data_ptr(), self.positions_VK.data_ptr(), self.positions_VK.shape[1]
 
     def expected(self, row: int) -> torch.Tensor:
         """One row by the definition."""
@@ -70,8 +84,11 @@ class Case:
         )
         begin, end, local_begin, local_end = self.ranges[row]
         pages = self.page_SP[self.slot[row]]
-        keys = self.k_PGDT[pages].double().permute(1, 0, 3, 2).flatten(1, 2)[:, begin:end]
-        values = self.v_PGTD[pages].double().permute(1, 0, 2, 3).flatten(1, 2)[:, begin:end]
+        seen = torch.arange(begin, end)
+        if self.is_view and self.slot[row] == 1:
+            seen = ((self.positions_VK[0] >= begin) & (self.positions_VK[0] < end)).nonzero()[:, 0]
+        keys = self.k_PGDT[pages].double().permute(1, 0, 3, 2).flatten(1, 2)[:, seen]
+        values = self.v_PGTD[pages].double().permute(1, 0, 2, 3).flatten(1, 2)[:, seen]
         keys = torch.cat([keys, k[local_begin:local_end].transpose(0, 1)], dim=1).repeat_interleave(self.heads // self.groups, 0)
         values = torch.cat([values, v[local_begin:local_end].transpose(0, 1)], dim=1).repeat_interleave(
             self.heads // self.groups, 0
@@ -86,6 +103,9 @@ CASES = {
     "one row each, one key head, long": Case(5, 1, 32, 16, (600, 257), (1, 1)),
     "more heads to a key head than a block has queries": Case(40, 1, 16, 16, (20, 40), (3, 2)),
     "rows that read no entries": Case(2, 1, 16, 16, (3, 30), (8, 5)),
+    "a view with holes": Case(6, 2, 48, 16, (70, 400), (41, 9), is_view=True),
+    "a long view, one row": Case(4, 1, 32, 32, (30, 900), (3, 1), is_view=True),
+    "a view through a window": Case(4, 2, 16, 16, (40, 600), (5, 30), window=90, is_view=True),
 }
 
 
