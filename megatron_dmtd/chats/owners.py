@@ -46,7 +46,9 @@ def render_with_owners(template: ChatTemplate, chat: Chat, *, bos: str | None) -
     spans = list(found)
     first = next((span[0] for span in spans if span is not None), None)
     if first and spans[0] is None and chat.messages[0]["role"] in ("system", "developer") and spans[1:2] != [None]:
-        spans[0] = (len(bos) if bos and text.startswith(bos) else 0), first
+        begin = len(bos) if bos and text.startswith(bos) else 0
+        # A template that keeps it for a later question, say, writes nothing here.
+        spans[0] = (begin, first) if begin < first else None
     last = 0
     for span in spans:
         if span is not None and span[0] < last:

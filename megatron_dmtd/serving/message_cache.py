@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 from megatron_dmtd.chats.owners import OwnedText
-from megatron_dmtd.errors import DataError
+from megatron_dmtd.errors import DataError, shown
 from megatron_dmtd.serving.faults import BAD_OPERATIONS, RequestError
 
 #: how the engine names an operation that it refuses
@@ -63,7 +63,7 @@ class MessageOperations:
     def _check_number(self, number: int, num_messages: int, place: str) -> None:
         if number >= num_messages:
             raise _refused(
-                f"{place}: message {number}", f"one of the {num_messages} messages, counted from 0", place.split("[")[0]
+                f"{place}: message {shown(number)}", f"one of the {num_messages} messages, counted from 0", place.split("[")[0]
             )
 
     def program(self, owned: OwnedText, token_starts: Sequence[int]) -> Program:

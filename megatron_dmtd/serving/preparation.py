@@ -126,7 +126,7 @@ class Preparation:
         if ordinary:
             self._check_length(max(ordinary), max_new_tokens, cap=body.name_of("max_new_tokens"), place=place)
         for prompt in prompts:
-            self._check_program(prompt, max_new_tokens)
+            self._check_program(prompt, max_new_tokens, cap=body.name_of("max_new_tokens"), place=place)
         return Prepared(body=body, prompts=prompts, params=params, max_new_tokens=max_new_tokens)
 
     def _room(self, prompt: Prompt) -> int:
@@ -146,16 +146,21 @@ class Preparation:
         except DataError as error:
             raise _named(error, param=place if longest >= max_length else cap, code=TOO_LONG) from error
 
-    def _check_program(self, prompt: Prompt, max_new_tokens: int) -> None:
+    def _check_program(self, prompt: Prompt, max_new_tokens: int, *, cap: str, place: str) -> None:
         """Refuse in the words of the request what the engine would refuse in its own. Positions count, not tokens."""
         if prompt.program is None:
             return
         num_tokens = len(prompt.ids)
         try:
             timeline = timeline_of(prompt.program.operations, num_tokens, max_new_tokens, self.engine.model.schedule)
-            timeline.check_positions(num_tokens + max_new_tokens, self.engine.max_length)
         except DataError as error:
             raise prompt.program.named(error) from error
+        max_length = self.engine.max_length
+        try:
+            timeline.check_positions(num_tokens + max_new_tokens, max_length)
+        except DataError as error:
+            is_prompt = bool((timeline.birth[:num_tokens] >= max_length).any())
+            raise _named(error, param=place if is_prompt else cap, code=TOO_LONG) from error
 
     # Prompts.
 

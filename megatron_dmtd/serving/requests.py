@@ -62,6 +62,8 @@ NOT_HERE: dict[str, tuple[Any, ...]] = {
 _DEFAULT_MAX_TOKENS = 16
 #: Templates may take time that grows with the square of this.
 MAX_MESSAGES = 4096
+#: Fields of cache operations.
+_OPERATIONS = {"cache", "drop_message", "reposition"}
 #: Faults named in one message.
 _MAX_FAULTS = 5
 
@@ -225,10 +227,16 @@ class CompletionRequest(GenerationRequest):
         return [self.prompt] if isinstance(self.prompt, str) else self.prompt
 
     @property
+    def _is_cache_of_a_list(self) -> bool:
+        """Whether `cache` has the form for several prompts, for a list of one: no operation is a list, or null."""
+        is_list = isinstance(self.prompt, list) and self.cache is not None and len(self.cache) == 1
+        return is_list and self.cache is not None and (self.cache[0] is None or isinstance(self.cache[0], list))
+
+    @property
     def programs(self) -> list[Any]:
         """The cache operations of each prompt; None for an ordinary one."""
         num_prompts = len(self.prompts)
-        if self.cache is None or num_prompts == 1:
+        if self.cache is None or (num_prompts == 1 and not self._is_cache_of_a_list):
             return [self.cache] * num_prompts
         if len(self.cache) != num_prompts or not all(one is None or isinstance(one, list) for one in self.cache):
             raise RequestError(
@@ -327,11 +335,13 @@ def _described(error: ValidationError) -> RequestError:
         place = _place(fault["loc"])
         if not any(other == place or other.startswith(f"{place}.") for other in faults):
             faults[place] = fault["msg"].removeprefix("Value error, ")
+    field = next(iter(faults)) or None
     return RequestError(
         found="; ".join(f"{place or 'the body'}: {fault}" for place, fault in islice(faults.items(), _MAX_FAULTS)),
         required="a JSON object with fields of this route",
         remedy="see /docs for all of them",
-        param=next(iter(faults)) or None,
+        param=field,
+        code=BAD_OPERATIONS if field is not None and field.split(".")[0] in _OPERATIONS else None,
     )
 
 

@@ -9,7 +9,7 @@ from megatron_dmtd.chats.owners import Beginnings, render_with_owners
 from megatron_dmtd.chats.template import ChatTemplate
 from megatron_dmtd.chats.turns import Chat, ChatError, read_turns
 from tests.chats.records import PARIS, QUERY, SYSTEM, assistant, tool, user
-from tests.chats.templates import CHATML, LLAMA3, MISTRAL, QWEN3, SPACED, marked, unmarked
+from tests.chats.templates import CHATML, LLAMA3, MISTRAL, QWEN3, SPACED, TEMPLATES, marked, unmarked
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 AGENT = [
@@ -42,6 +42,50 @@ def test_where_nothing_is_rewritten_a_message_is_what_it_adds_to_the_text(templa
     plain = [SYSTEM, user("hi"), assistant("yes"), user("a"), user("a"), assistant("no"), user("hi")]
     written = [ChatTemplate(source, SPECIAL).render(chat(*plain[: count + 1])) for count in range(len(plain))]
     assert parts(source, *plain) == [now.removeprefix(before) for before, now in zip(["", *written], written)]
+
+
+def numbered(change: int | None = None) -> list[dict]:
+    """A chat of all roles, in which one message may say something else."""
+    said = [f"number {number}" if number != change else f"other {number}!" for number in range(7)]
+    call = {"type": "function", "function": {"name": "find", "arguments": {"q": said[2]}}}
+    return [
+        SYSTEM | {"content": said[0]},
+        user(said[1]),
+        assistant("", tool_calls=[call]),
+        tool(said[3]),
+        assistant(said[4]),
+        user(said[5]),
+        assistant(said[6]),
+    ]
+
+
+@pytest.mark.parametrize("form", [marked, unmarked])
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_a_message_that_says_something_else_changes_its_own_part_alone(name, form):
+    """The independent way: nothing is traced, two texts are compared. Parts follow each other without a gap."""
+    source = form(TEMPLATES[name])
+    calls_are_shown = name in ("qwen3", "llama3", "mistral")
+    compiled = ChatTemplate(source, SPECIAL)
+    owned = render_with_owners(compiled, chat(*numbered()), bos="<s>")
+    for number, span in enumerate(owned.spans):
+        other = compiled.render(chat(*numbered(number)), prompt=True)
+        if other == owned.text:  # only templates without calls, of the message that has nothing else
+            assert number == 2 and not calls_are_shown
+            continue
+        if name == "mistral" and number == 0:
+            assert span is None  # what the last question holds is that question's
+            continue
+        begin = next(place for place, (a, b) in enumerate(zip(owned.text, other)) if a != b)
+        same = next(place for place, (a, b) in enumerate(zip(owned.text[::-1], other[::-1])) if a != b)
+        assert span is not None and span[0] <= begin <= len(owned.text) - same <= span[1]
+    known = [span for span in owned.spans if span is not None]
+    assert [end for _, end in known[:-1]] == [begin for begin, _ in known[1:]]
+
+
+def test_a_system_message_that_is_written_elsewhere_has_no_part():
+    """Nothing would be dropped with it."""
+    assert parts(unmarked(MISTRAL), SYSTEM, user("hi"))[0] is None
+    assert parts(unmarked(MISTRAL), user("hi"))[0] == "[INST] hi[/INST]"
 
 
 def test_qwen_like_turns_own_headers_calls_and_answers():

@@ -219,7 +219,11 @@ def test_completions_take_operations_on_tokens(served):
     assert complete(ids, program).choices[0].logprobs.token_logprobs == pytest.approx(one.choices[0].logprobs.token_logprobs)
     both = complete(["abcdefghijklm", "abcdefghijklm"], [program, None])
     assert both.choices[0].logprobs.token_logprobs == pytest.approx(one.choices[0].logprobs.token_logprobs, abs=1e-9)
+    alone = complete(["abcdefghijklm"], [program])  # a list of one prompt, and its operations in either form
+    assert alone.choices[0].logprobs.token_logprobs == pytest.approx(one.choices[0].logprobs.token_logprobs, abs=1e-9)
+    assert complete(["abcdefghijklm"], program).choices[0].logprobs.token_logprobs == alone.choices[0].logprobs.token_logprobs
     plain = complete("abcdefghijklm", None)
+    assert complete(["abcdefghijklm"], [None]).usage.model_extra["drop_skipped_tokens"] == 0
     assert both.choices[1].logprobs.token_logprobs == pytest.approx(plain.choices[0].logprobs.token_logprobs, abs=1e-9)
 
 
@@ -241,13 +245,20 @@ CHAT = {"model": "tiny", "messages": agent(2), "max_tokens": 2}
         ({"cache": {"after": 3}}, "unknown field after", "cache"),
         ({"cache": []}, "cache", "cache"),
         ({"cache": {"drop": {}}, "drop_message": {}}, "cache together with drop_message", "cache"),
-        ({"cache": {}, "max_tokens": 600}, "positions below 512", "cache"),
+        ({"cache": {"drop": {"2": [10**3000]}}}, "message 1000", "cache"),
+        ({"cache": {}, "max_tokens": 600}, "positions below 512", "max_tokens"),
+        ({"cache": {}, "messages": [turn("user", "x" * 600)]}, "positions below 512", "messages"),
     ],
 )
 def test_bad_operations_on_messages_are_refused_by_name(served, body, said, param):
     answer = httpx.post(f"{served.url}/v1/chat/completions", json=CHAT | body)
     assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
-    assert answer.json()["error"]["param"] == param
+    error = answer.json()["error"]
+    assert error["param"] == param and len(error["message"]) < 1000
+    if param.startswith("cache") and "together" not in said:
+        assert error["code"] == "invalid_cache_operations"
+    else:  # what agents look for: the chat is too long
+        assert error["code"] == (None if "together" in said else "context_length_exceeded")
     served.until_idle()
 
 
@@ -263,13 +274,16 @@ def test_bad_operations_on_messages_are_refused_by_name(served, body, said, para
         ([{"after": 8, "drop": [[0, 8]], "reposition": True}], "nothing active"),
         ([{"after": 1, "drop": [[0, 1]]}] * 5000, "5000 operations"),
         ({"drop": {}}, "a list of operations"),
+        ([{"after": 10**3000}], "cache[0].after=1000"),
+        ([None], "cache[0]: None"),
     ],
 )
 def test_bad_operations_on_tokens_are_refused_by_name(served, cache, said):
     body = {"model": "tiny", "prompt": "abcdefgh", "max_tokens": 2, "cache": cache}
     answer = httpx.post(f"{served.url}/v1/completions", json=body)
     assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
-    assert answer.json()["error"]["param"] == "cache"
+    error = answer.json()["error"]
+    assert error["param"] == "cache" and error["code"] == "invalid_cache_operations" and len(error["message"]) < 1000
     several = httpx.post(f"{served.url}/v1/completions", json=body | {"prompt": ["abcdefgh", "abcdefgh"], "cache": [None, cache]})
     assert several.status_code == 400
 

@@ -62,7 +62,7 @@ def _operation(name: str, item: object, num_tokens: int) -> Operation:
         raise _refusal(f"{name}: no after", "the number of tokens after which the operation acts")
     after = _integer(f"{name}.after", item["after"])
     if not 0 <= after <= num_tokens:
-        raise _refusal(f"{name}.after={after}", f"from 0 to the prompt's {num_tokens} tokens")
+        raise _refusal(f"{name}.after={shown(after)}", f"from 0 to the prompt's {num_tokens} tokens")
     if "drop" not in item and "reposition" not in item:
         raise _refusal(f"{name}: only after", "drop or reposition")
     if item.get("reposition", True) is not True:
@@ -80,9 +80,11 @@ def _ranges(name: str, ranges: object, after: int) -> Ranges:
             raise _refusal(f"{own}={shown(pair)}", "a pair [begin, end] of raw token indices")
         begin, end = (_integer(own, value) for value in pair)
         if not 0 <= begin <= end:
-            raise _refusal(f"{own}=[{begin}, {end}]", "0 <= begin <= end")
+            raise _refusal(f"{own}={shown([begin, end])}", "0 <= begin <= end")
         if end > after:
-            raise _refusal(f"{own}=[{begin}, {end}] with after={after}", "only tokens before the boundary: none of the future")
+            raise _refusal(
+                f"{own}={shown([begin, end])} with after={after}", "only tokens before the boundary: none of the future"
+            )
         found.append((begin, end))
     return tuple(found)
 
