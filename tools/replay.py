@@ -6,6 +6,7 @@
     python tools/replay.py run runs.jsonl --base-url http://localhost:8000/v1 --output replay
     python tools/replay.py run runs.jsonl --model model --cache-tokens 16384 --output replay-in-process
     python tools/replay.py report replay
+    python tools/replay.py pictures docs/images                           (those of docs/cache_operations.md)
 
 A file of trajectories has one per line: a list of OpenAI's messages, tool calls included, or an object with `messages`, `tools`
 and `id`. Every request that the agent made is made again, with the recorded history, under each policy:
@@ -64,7 +65,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="run|example|report")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="run|example|report|pictures")
     _add_run(commands)
     example = commands.add_parser("example", help="write an example trajectory, and a model to try it with", allow_abbrev=False)
     example.add_argument("--output", type=Path, required=True, metavar="FILE", help="file of JSON lines to write")
@@ -79,6 +80,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     example.add_argument("--variant", choices=sorted(VARIANTS), help="of that model (default: an ordinary decoder)")
     report = commands.add_parser("report", help="write table and plots of a replay again", allow_abbrev=False)
     report.add_argument("output", type=Path, help="folder of the replay")
+    pictures = commands.add_parser("pictures", help="draw the pictures of docs/cache_operations.md", allow_abbrev=False)
+    pictures.add_argument("output", type=Path, help="folder for them")
     return parser.parse_args(argv)
 
 
@@ -268,10 +271,20 @@ def report(options: argparse.Namespace) -> int:
     return 0
 
 
+def pictures(options: argparse.Namespace) -> int:
+    """Draw the pictures of the documentation."""
+    from megatron_dmtd.agents.pictures import write_pictures
+
+    with disk_errors(_UNWRITABLE, found=str(options.output)):
+        for path in write_pictures(options.output):
+            print(path)
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 2 refused (the message says what to change), 130 interrupted."""
     options = arguments(argv)
-    commands = {"run": run, "example": example, "report": report}
+    commands = {"run": run, "example": example, "report": report, "pictures": pictures}
     try:
         return commands[options.command](options)
     except DMTDError as error:

@@ -22,12 +22,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_dmtd.errors import CheckpointError
 from megatron_dmtd.infra.files import write_atomically
 from megatron_dmtd.infra.json_files import parse_object
 from megatron_dmtd.infra.locks import FileLock
@@ -136,25 +135,15 @@ def choose(candidates: Callable[[torch.dtype], Mapping[str, Product]], path: Pat
 
     A run that keeps a copy in a folder of its own follows it, so that it can be resumed when the cache has been emptied or
     measured again. The copy has the machine's name: ranks on other machines, and later ones, keep their own next to it.
-
-    Raises `CheckpointError` if the copy is damaged: other choices could be made now, and the run would continue with other bits.
     """
     copy = run_folder / path.name if run_folder else None
-    if copy is not None and copy.exists():
-        return recorded(copy) or _refuse_damaged(copy)
+    if copy is not None and (found := recorded(copy)):
+        return found
     choices = _of_the_machine(candidates, path)
     if copy is not None:
         copy.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(copy, _text(choices))
     return choices
-
-
-def _refuse_damaged(copy: Path) -> NoReturn:
-    raise CheckpointError(
-        found=f"{copy}, which does not say which library multiplies in this run",
-        required="the file as the run wrote it, so that the run continues with the same bits",
-        remedy="restore it; or remove it, and the products are measured again: the same run up to rounding",
-    )
 
 
 def _text(choices: Choices) -> str:

@@ -30,7 +30,7 @@ from megatron_dmtd.training.log import METRICS_FILE, NOT_RESUMED, RunLog, read_m
 from megatron_dmtd.training.objectives import LossSums
 from megatron_dmtd.training.progress import Progress
 from megatron_dmtd.training.rows import OpenSources, microbatches, open_corpora, with_bos
-from megatron_dmtd.training.start import build, check, difference_of_bos, join, locked_folders, resume_directory
+from megatron_dmtd.training.start import build, check, join, locked_folders, resume_directory
 from megatron_dmtd.training.state import RunState
 from megatron_dmtd.training.step import StepResult, advance, evaluate, train_step
 from megatron_dmtd.weights.checkpoint_files import saved_config
@@ -310,11 +310,6 @@ def _tell_slow_products(run: RunState, log: RunLog) -> None:
         log.message("bf16 saves memory but no time on this processor, which has no instructions for it: products run in fp32")
 
 
-def _tell_bos(config: Config, log: RunLog) -> None:
-    if difference := difference_of_bos(config):
-        log.message(f"differs: {difference}: the model has not seen documents that begin so")
-
-
 def _tell_differences(config: Config, log: RunLog) -> None:
     directory = resume_directory(config)
     for difference in differences(config, saved_config(directory)) if directory is not None else []:
@@ -346,8 +341,6 @@ def run_training(
             rest = f"; nothing is left to do: training.steps = {config.training.steps}" if is_done else ""
             log.message(f"resumed at step {run.step}{rest}")
         _tell_differences(config, log)
-        if not is_resumed:
-            _tell_bos(config, log)
         _tell_slow_products(run, log)
         log.make_up(progress.unlogged)
         progress.unlogged = []

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from megatron_dmtd.config import Config, validate
 from megatron_dmtd.config.decoder import decoder_of
-from megatron_dmtd.data.corpora.bos import check_bos
 from megatron_dmtd.data.corpora.tokenizer import check_mask
-from megatron_dmtd.errors import ConfigError, DataError, DMTDError
+from megatron_dmtd.errors import ConfigError, DMTDError
 from megatron_dmtd.parallel.groups import init_parallel, rank_of_environment
 from megatron_dmtd.platform import Platform
 from megatron_dmtd.platform.products import keep_choices_in
@@ -29,7 +28,6 @@ from megatron_dmtd.training.progress import Progress
 from megatron_dmtd.training.rows import OpenSources, open_corpora
 from megatron_dmtd.training.setup import build_run
 from megatron_dmtd.training.state import RunState
-from megatron_dmtd.weights.checkpoint_files import saved_config
 from megatron_dmtd.weights.hf_directory import HFWeights
 
 #: Next to a run's checkpoints: which library multiplies, by machine (`platform.choices`).
@@ -77,25 +75,6 @@ def _check_initial(config: Config) -> None:
     check_weights(config, source)
     if source.is_hugging_face:
         HFWeights(source.directory, decoder_of(config.model))
-
-
-def difference_of_bos(config: Config) -> str | None:
-    """Why documents of the training corpora begin otherwise than the model of `init_from` begins texts; None if they do not.
-
-    Nothing can be said without a tokenizer next to those weights, or without manifests of the corpora.
-    """
-    if not config.checkpoint.init_from or not config.data.train:
-        return None
-    source = find_initial(config.checkpoint.init_from)
-    home = str(source.directory) if source.is_hugging_face else saved_config(source.directory).data.tokenizer
-    if not home or not any(Path(home).glob("tokenizer*")):
-        return None
-    for prefix in config.data.train:
-        try:
-            check_bos(prefix, home)
-        except DataError as error:
-            return error.found
-    return None
 
 
 def prepare(config: Config, platform: Platform) -> RunState:

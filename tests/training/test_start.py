@@ -5,18 +5,13 @@ from typing import Any
 import pytest
 
 from megatron_dmtd.config import Config
-from megatron_dmtd.data.corpora.preprocess import PreprocessOptions, preprocess
-from megatron_dmtd.data.corpora.sources import open_inputs
-from megatron_dmtd.data.corpora.tokenizer import load_tokenizer
 from megatron_dmtd.errors import CheckpointError, ConfigError, DataError, DMTDError
 from megatron_dmtd.training.checkpoints.run_lock import LOCK_FILE, locked
 from megatron_dmtd.training.health.watchdog import Watchdog
 from megatron_dmtd.training.rows import Sources
-from megatron_dmtd.training.start import check, difference_of_bos, locked_folders, resume_directory
-from tests.families.transformers_models import model_of, saved
+from megatron_dmtd.training.start import check, locked_folders, resume_directory
 from tests.support.ranks import run_ranks
 from tests.support.tiny import tiny_config, with_settings
-from tests.support.tokenizers import chat_tokenizer
 
 
 def checkpoint(run: Path, step: int, *, is_latest: bool) -> Path:
@@ -95,25 +90,3 @@ def test_all_ranks_learn_that_another_job_has_a_folder(tmp_path, monkeypatch):
         refused = run_ranks(2, _hold, config)
     assert all(words.startswith(f"rank 0: {tmp_path / 'log'} is in use by process") for words, _ in refused)
     assert run_ranks(1, _hold, config)[0][0] == "", "the other folder was given up"
-
-
-def test_corpora_that_begin_otherwise_than_the_texts_of_the_first_weights_are_announced(tmp_path):
-    tokenizer = load_tokenizer(chat_tokenizer(tmp_path / "made", ["the cat"], vocab_size=290))
-    tokenizer.bos_token = "<|pad|>"
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "a.jsonl").write_text('{"text": "the cat"}\n')
-    prefixes = {}
-    for wanted in ("yes", "no"):
-        prefixes[wanted] = str(tmp_path / wanted)
-        options = PreprocessOptions(
-            tokenizer_dir=str(tmp_path / "tokenizer"), output_prefix=prefixes[wanted], add_bos=wanted, num_workers=1
-        )
-        preprocess(open_inputs([str(tmp_path / "a.jsonl")]), options)
-    weights = saved(tmp_path / "weights", model_of("llama"))
-    shape = {"init_from": str(weights)}
-    assert difference_of_bos(tiny_config(checkpoint=shape, data={"train": (prefixes["yes"],)})) is None, "no tokenizer there"
-    tokenizer.save_pretrained(weights)
-    found = difference_of_bos(tiny_config(checkpoint=shape, data={"train": (prefixes["no"], prefixes["yes"])}))
-    assert found is not None and "with BOS 1 before each document, and a model whose tokenizer" in found
-    assert difference_of_bos(tiny_config(checkpoint=shape, data={"train": (prefixes["no"],)})) is None
-    assert difference_of_bos(tiny_config(data={"train": (prefixes["yes"],)})) is None

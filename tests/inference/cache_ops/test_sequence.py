@@ -39,24 +39,6 @@ def test_random_programs_cold_warm_and_after_evictions(name, chunk_tokens):
     one.score(tokens, program)
 
 
-@pytest.mark.slow
-@each_model
-def test_many_random_programs(name):
-    """Some three hundred over all models: cold, warm, a beginning, after evictions; in pieces of 1, 3, 7 and all tokens."""
-    text = ids(60)
-    for seed in range(-(-300 // len(MODELS))):
-        chance = random.Random(f"many{name}{seed}")
-        one = Checked(name, chunk_tokens=(1, 3, 7, 1000)[seed % 4], cache_tokens=chance.choice([96, 1200]))
-        num_tokens = chance.randrange(8, 40)
-        tokens, program = text[:num_tokens], random_program(chance, num_tokens, one.cycle_length)
-        one.generate([(tokens, program), (text[3:15], random_program(chance, 12, one.cycle_length)), (tokens, None)], 4)
-        one.engine.evict(tokens, chance.sample(range(num_tokens), min(5, num_tokens)), cache=program)
-        one.generate([(tokens, program)], 3)
-        beginning = [operation for operation in program if operation["after"] <= num_tokens - 3]
-        one.generate([(tokens[:-3], beginning)], 2)
-        one.score(tokens, program)
-
-
 @pytest.mark.parametrize("name", NATIVE_MODELS)
 def test_native_kernels_serve_such_requests_together_with_others(name):
     """Level: fp32, 1e-4. Cold, warm, with copies, and after evictions; texts of several pages."""
