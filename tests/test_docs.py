@@ -247,7 +247,7 @@ def test_printed_commands_run_as_printed(path):
 PRINTING = [path for path in PAGES if path != LOG_MD] + COMMANDS
 PRINTING += sorted((ROOT / "examples").rglob("*.s*")) + sorted((ROOT / "examples").rglob("*.yaml"))
 SUBCOMMANDS = {
-    "tools/replay.py": ("run", "example", "report", "pictures"),
+    "tools/replay.py": {"run", "example", "report", "pictures"},
     "tools/convert.py": {"import", "export", "inspect", "verify", "diff"},
     "tools/preprocess.py": {"verify", "inspect", "packing", "rows", "merge"},
     "tools/digests.py": {"record", "compare"},
