@@ -159,25 +159,35 @@ static Softmax soften(float *scores, i64 num, Range seen) {
   return (Softmax){top, sum_of(total)};
 }
 
+/* All bits set for those of LANES neighbouring positions that lie in `seen`. */
+INLINE lane_vec are_seen(const int *positions, Range seen) {
+  typedef int32_t unaligned __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+  const lane_vec position = *(const unaligned *)positions;
+  const int32_t end = (int32_t)(seen.end < INT32_MAX ? seen.end : INT32_MAX), begin = (int32_t)(seen.begin < end ? seen.begin : end);
+  return (position >= begin) & (position < end);
+}
+
 /* The same where each entry of tile i, `entries[i]` and those after it, is seen if its position is in `seen`. Nothing seen: zeros. */
 static Softmax soften_view(float *scores, const i64 *entries, i64 num_tiles, const int *positions, Range seen) {
-  float top = NOTHING;
+  const vec nothing = (vec){0} + NOTHING;
+  vec tops = nothing;
   for (i64 i = 0; i < num_tiles; i++) {
-    const int *position = positions + entries[i];
-    float *score = scores + i * LANES;
-    for (i64 lane = 0; lane < LANES; lane++) {
-      score[lane] = position[lane] >= seen.begin && position[lane] < seen.end ? score[lane] : NOTHING;
-      top = score[lane] > top ? score[lane] : top;
-    }
+    const lane_vec is_seen = are_seen(positions + entries[i], seen);
+    const vec score = (vec)(((lane_vec)load(scores + i * LANES) & is_seen) | ((lane_vec)nothing & ~is_seen));
+    const lane_vec is_higher = score > tops;
+    *(vec *)(scores + i * LANES) = score;
+    tops = (vec)(((lane_vec)score & is_higher) | ((lane_vec)tops & ~is_higher));
   }
+  float top = NOTHING;
+  for (i64 lane = 0; lane < LANES; lane++) top = tops[lane] > top ? tops[lane] : top;
   if (top == NOTHING) {
     memset(scores, 0, (size_t)(num_tiles * LANES) * sizeof(float));
     return (Softmax){NOTHING, 0};
   }
   vec total = {0};
   for (i64 i = 0; i < num_tiles * LANES; i += LANES) {
-    vec weight = exp_of(load(scores + i) - top);
-    for (i64 lane = 0; lane < LANES; lane++) weight[lane] = scores[i + lane] == NOTHING ? 0 : weight[lane];
+    const vec score = load(scores + i);
+    const vec weight = (vec)((lane_vec)exp_of(score - top) & (score != nothing));
     *(vec *)(scores + i) = weight;
     total += weight;
   }
@@ -226,8 +236,9 @@ static void take_queries(const Attention *a, const Block *b, i64 group, float *q
 }
 
 static int any_seen(const int *positions, Range seen) {
+  const lane_vec is_seen = are_seen(positions, seen);
   int found = 0;
-  for (i64 lane = 0; lane < LANES; lane++) found |= positions[lane] >= seen.begin && positions[lane] < seen.end;
+  for (i64 lane = 0; lane < LANES; lane++) found |= is_seen[lane];
   return found;
 }
 
