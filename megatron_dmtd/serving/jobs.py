@@ -12,6 +12,7 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from megatron_dmtd.errors import DataError
 from megatron_dmtd.inference.detokenizer import TokenDecoder
 from megatron_dmtd.serving.answers import Answer, Piece, Sample, Usage, after, dumped, echoed, joined
 from megatron_dmtd.serving.faults import OutOfServiceError, error_body
@@ -53,7 +54,9 @@ class Job:
             self._streams = [stream for stream in found if isinstance(stream, Stream)]
             if len(self._streams) < len(self._prompts):
                 self.close()
-        for error in found:
+        for prompt, error in zip(self._prompts, found, strict=True):
+            if isinstance(error, DataError) and prompt.program is not None:  # more at one time than can be cached
+                raise prompt.program.named(error) from error
             if isinstance(error, BaseException):
                 raise error
         self._metrics.prompt_tokens.inc(sum(len(prompt.ids) for prompt in self._prompts))

@@ -288,6 +288,15 @@ def test_bad_operations_on_tokens_are_refused_by_name(served, cache, said):
     assert several.status_code == 400
 
 
+def test_what_can_never_be_cached_at_one_time_is_refused_as_the_others(served):
+    program = [{"after": index + 400, "drop": [[index, index + 1]], "reposition": True} for index in range(512)]
+    body = {"model": "tiny", "prompt": [97] * 912, "max_tokens": 1, "cache": program}
+    answer = httpx.post(f"{served.url}/v1/completions", json=body)
+    assert answer.status_code == 400 and "must be cached at one time" in answer.json()["error"]["message"]
+    assert (answer.json()["error"]["param"], answer.json()["error"]["code"]) == ("cache", "invalid_cache_operations")
+    served.until_idle()
+
+
 def test_a_text_longer_than_the_models_longest_is_served_if_its_positions_are_not(served):
     messages = agent(20)
     assert len(written(messages)) > 600
