@@ -6,6 +6,7 @@
     python tools/generate.py exported --prompts prompts.txt --no-stream      (one prompt per line)
     echo "Once upon a time" | python tools/generate.py exported --prompts -
     python tools/generate.py exported "..." --vanilla                        (the same weights as an ordinary decoder)
+    python tools/generate.py dory "..." --hf-overrides '{"n_recurrent_loops": 2, "recurrent_kv_cache_mode": "last_loop"}'
 
 A single prompt with one sample is streamed.
 """
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 from megatron_dmtd.errors import DataError, DMTDError
 from megatron_dmtd.inference import EngineConfig, SamplingParams
 from megatron_dmtd.inference.config import require_directory
+from megatron_dmtd.inference.loop_options import add_loop_options, loop_arguments
 from megatron_dmtd.infra.console import ending_quietly
 
 # torch and transformers take seconds, which help and refusals need not wait for
@@ -59,6 +61,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: %(default)s)")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="text that ends an output; may be repeated")
     parser.add_argument("--vanilla", action="store_true", help="decode a DMTD model's weights as an ordinary decoder")
+    add_loop_options(parser)
     parser.add_argument("--max-batch", type=int, default=8, help="outputs to decode at once (default: %(default)s)")
     parser.add_argument(
         "--max-length", type=int, help="maximum tokens of a prompt plus its output (default: the model's positions)"
@@ -144,6 +147,7 @@ def run(options: argparse.Namespace) -> int:
     params.check(sys.maxsize)  # what is wrong with any model
     config = EngineConfig(max_batch=options.max_batch, max_length=options.max_length, bf16_products=options.bf16_products)
     config.check()
+    loops = loop_arguments(options)
     require_directory(Path(options.model))
     from megatron_dmtd.inference import Engine
     from megatron_dmtd.inference.text import encode, load_tokenizer
@@ -157,6 +161,7 @@ def run(options: argparse.Namespace) -> int:
         matrix_dtype=options.matrix_dtype,
         device=options.device,
         variant=variant,
+        **loops,
     )
     if engine.product_note:
         print(f"note: {engine.product_note}", file=sys.stderr)

@@ -3,6 +3,7 @@
 
     python tools/serve.py exported --port 8000
     python tools/serve.py exported --host 0.0.0.0 --api-key-file key.txt --max-batch 32 --max-length 4096
+    python tools/serve.py dory --hf-overrides '{"n_recurrent_loops": 2, "recurrent_kv_cache_mode": "last_loop"}'
     curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "def main():", "max_tokens": 64}'
 
 Routes: /v1/completions, /v1/chat/completions (both also streamed), /v1/models, /health, /metrics (Prometheus), /docs. All
@@ -24,6 +25,7 @@ from pathlib import Path
 from megatron_dmtd.errors import ConfigError, DMTDError, Refusal
 from megatron_dmtd.inference import EngineConfig, SamplingParams
 from megatron_dmtd.inference.config import require_directory
+from megatron_dmtd.inference.loop_options import add_loop_options, loop_arguments
 from megatron_dmtd.infra.console import ending_quietly
 from megatron_dmtd.infra.json_files import read_object
 
@@ -46,6 +48,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model-name", help="name of the model in requests and answers (default: the directory's name)")
     parser.add_argument("--api-key-file", type=Path, help="file with the key that clients must send as a bearer token")
     parser.add_argument("--vanilla", action="store_true", help="decode a DMTD model's weights as an ordinary decoder")
+    add_loop_options(parser)
     parser.add_argument("--max-batch", type=int, default=8, help="sequences to decode at once (default: %(default)s)")
     parser.add_argument(
         "--max-waiting", type=int, default=256, help="sequences that may wait; more get status 429 (default: %(default)s)"
@@ -153,6 +156,7 @@ def check_inputs(argv: Sequence[str], *, come_later: bool) -> None:
     """Refuse options that are not possible and, unless they `come_later`, inputs that are not there. Raises `DMTDError`."""
     options = arguments(argv)
     engine_config(options)
+    loop_arguments(options)
     if not come_later:
         api_key(options.api_key_file)
         require_directory(options.model)
@@ -162,7 +166,7 @@ def run(options: argparse.Namespace) -> int:
     """Serve until told to stop."""
     check_numbers(options)
     key, listening = api_key(options.api_key_file), bound_socket(options.host, options.port)
-    settings_of_engine = engine_config(options)
+    settings_of_engine, loops = engine_config(options), loop_arguments(options)
     require_directory(options.model)
     # torch and transformers take seconds, which help and refusals need not wait for
     from megatron_dmtd.inference import Engine
@@ -179,6 +183,7 @@ def run(options: argparse.Namespace) -> int:
         matrix_dtype=options.matrix_dtype,
         device=options.device,
         variant="vanilla" if options.vanilla else None,
+        **loops,
     )
     engine.tokenizer = tokenizer  # read once, and before the weights
     name = options.model_name or options.model.resolve().name

@@ -73,6 +73,13 @@ def shared(decoder: DecoderSpec) -> LoopSpec | None:
     return loop if loop is not None and loop.kv_cache_mode == "last_loop" else None
 
 
+def most_request_loops(decoder: DecoderSpec) -> int | None:
+    """Most loops that a request may ask for; None: any number."""
+    if decoder.loop is None:
+        return 1
+    return None if shared(decoder) is not None else decoder.loop.num_loops
+
+
 def request_loops(decoder: DecoderSpec, asked: object) -> tuple[int, ...]:
     """How often looped layers run: for a prompt, then for each token of the output, the last number for all that remain.
 

@@ -12,8 +12,9 @@ from pydantic.json_schema import models_json_schema
 
 import megatron_dmtd
 from megatron_dmtd.inference import Engine
+from megatron_dmtd.inference.loops import most_request_loops
 from megatron_dmtd.inference.text import encode
-from megatron_dmtd.serving.requests import FOR_ACCOUNTS, NOT_HERE, ChatRequest, CompletionRequest
+from megatron_dmtd.serving.requests import FOR_ACCOUNTS, MAX_LOOPS, NOT_HERE, ChatRequest, CompletionRequest
 
 Schema = dict[str, Any]
 
@@ -127,6 +128,8 @@ def _request_schemas(engine: Engine, max_samples: int) -> Schema:
             _add_unused(schema)
             schema["properties"]["n"]["anyOf"][0]["maximum"] = max_samples
             schema["properties"]["max_tokens"]["anyOf"][0]["maximum"] = engine.max_length - 1
+            most_loops = min(MAX_LOOPS, most_request_loops(engine.model.schedule.decoder) or MAX_LOOPS)
+            schema["properties"]["n_recurrent_loops"]["anyOf"][0]["maximum"] = most_loops
     _limit_ids(parts, engine.model.schedule.decoder.vocab_size)
     _describe_prompts(parts["CompletionRequest"]["properties"]["prompt"], engine, max_samples)
     _describe_messages(parts["Message"])

@@ -19,6 +19,7 @@ from megatron_dmtd.errors import DataError, DMTDError, shown
 from megatron_dmtd.inference import Engine, SamplingParams
 from megatron_dmtd.inference.admission import check_length, check_length_cap, checked_ids
 from megatron_dmtd.inference.cache_ops.admission import timeline_of
+from megatron_dmtd.inference.loops import request_loops
 from megatron_dmtd.inference.sampling_params import ParameterError
 from megatron_dmtd.inference.text import encode
 from megatron_dmtd.serving.bodies import parsed
@@ -81,6 +82,7 @@ class Preparation:
         try:
             params = body.sampling_params(self.defaults)
             params.check(self.engine.model.schedule.decoder.vocab_size)
+            request_loops(self.engine.model.schedule.decoder, params.num_loops)
             self._check_number(body)
             prompts = self._chat(body) if isinstance(body, ChatRequest) else self._texts(body)
             return self._checked(body, prompts, params)

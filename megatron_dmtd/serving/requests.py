@@ -60,6 +60,8 @@ NOT_HERE: dict[str, tuple[Any, ...]] = {
 }
 #: of OpenAI's completions, where a request names no length
 _DEFAULT_MAX_TOKENS = 16
+#: Work per token grows with it.
+MAX_LOOPS = 64
 #: Templates may take time that grows with the square of this.
 MAX_MESSAGES = 4096
 #: Fields of cache operations.
@@ -107,6 +109,8 @@ class GenerationRequest(Fields):
     repetition_penalty: Annotated[float | None, within(minimum=1e-9, maximum=1e9)] = None
     stop_token_ids: StopIds = Field(default_factory=list)
     ignore_eos: bool = False
+    n_recurrent_loops: Annotated[int | None, within(minimum=1), Field(le=MAX_LOOPS), WHOLE] = None
+    """How often looped layers run, for models that have some; None: as the server was started."""
 
     @classmethod
     def taken_from(cls, fields: dict[str, Any]) -> Any:
@@ -159,7 +163,7 @@ class GenerationRequest(Fields):
 
     def name_of(self, parameter: str) -> str:
         """What this route calls a parameter of the engine."""
-        raise NotImplementedError
+        return {"num_loops": "n_recurrent_loops"}.get(parameter, parameter)
 
     def sampling_params(self, defaults: Mapping[str, float]) -> SamplingParams:
         """How the engine is to choose. `defaults`: of temperature, top_p, top_k, min_p and repetition_penalty."""
@@ -179,6 +183,7 @@ class GenerationRequest(Fields):
             ignore_eos=self.ignore_eos,
             stop=tuple(stop or ()),
             detokenize=True,
+            num_loops=self.n_recurrent_loops,
         )
 
 
@@ -213,7 +218,7 @@ class CompletionRequest(GenerationRequest):
 
     def name_of(self, parameter: str) -> str:
         """See `GenerationRequest`."""
-        return {"max_new_tokens": "max_tokens", "prompt_logprobs": "logprobs"}.get(parameter, parameter)
+        return {"max_new_tokens": "max_tokens", "prompt_logprobs": "logprobs"}.get(parameter) or super().name_of(parameter)
 
     @model_validator(mode="after")
     def _echo_is_not_streamed(self) -> CompletionRequest:
@@ -280,7 +285,8 @@ class ChatRequest(GenerationRequest):
     def name_of(self, parameter: str) -> str:
         """See `GenerationRequest`."""
         length = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        return {"max_new_tokens": length, "logprobs": "top_logprobs", "prompt": "messages"}.get(parameter, parameter)
+        own = {"max_new_tokens": length, "logprobs": "top_logprobs", "prompt": "messages"}
+        return own.get(parameter) or super().name_of(parameter)
 
     @property
     def operations(self) -> MessageOperations | None:

@@ -8,6 +8,8 @@ from megatron_dmtd.inference import Engine, EngineConfig
 from megatron_dmtd.serving.faults import TOO_LONG, RequestError, UnknownModelError
 from megatron_dmtd.serving.preparation import Preparation, Prepared
 from megatron_dmtd.serving.requests import ChatRequest, CompletionRequest
+from tests.inference.looped_models import engine_of
+from tests.oracles.looped import Looped, random_weights
 from tests.serving.conftest import CHAT_TEMPLATE
 
 
@@ -157,3 +159,20 @@ def test_another_model_is_not_served(preparation):
     with pytest.raises(UnknownModelError, match="found: model 'gpt'") as refused:
         text(preparation, model="gpt")
     assert (refused.value.status, refused.value.param, refused.value.code) == (404, "model", "model_not_found")
+
+
+def test_loops_are_checked_by_the_name_that_a_client_gives_them(preparation):
+    assert text(preparation, n_recurrent_loops=None).params.num_loops is None
+    assert chat(preparation, user("a"), n_recurrent_loops=1).params.num_loops == 1
+    for fields in ({"n_recurrent_loops": 2}, {"n_recurrent_loops": 0}, {"n_recurrent_loops": 1.5}):
+        for ask in (lambda fields: text(preparation, **fields), lambda fields: chat(preparation, user("a"), **fields)):
+            with pytest.raises(RequestError) as refusal:
+                ask(fields)
+            assert refusal.value.param == "n_recurrent_loops"
+    looped = engine_of(Looped(windows=(None,) * 4), random_weights(Looped(), seed=1), num_loops=3)
+    looped.tokenizer = preparation.tokenizer
+    served = Preparation(looped, model_name="looped", defaults={}, max_samples=6)
+    assert text(served, prompt=[1, 2], n_recurrent_loops=3).params.num_loops == 3
+    with pytest.raises(RequestError, match="at most 3, the loops that the cache has places for") as refusal:
+        text(served, prompt=[1, 2], n_recurrent_loops=4)
+    assert refusal.value.param == "n_recurrent_loops"
