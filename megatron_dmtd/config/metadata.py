@@ -50,11 +50,21 @@ class Resume:
     only_with: str = ""
     """A boolean setting that must be true for the field to change; empty: none."""
     why_only_with: str = ""
+    not_with: str = ""
+    """A boolean setting with which the field may not change; empty: none."""
+    why_not_with: str = ""
 
 
-def may_change(why: str, *, only_with: str = "", why_only_with: str = "") -> Resume:
+def may_change(why: str, *, only_with: str = "", why_only_with: str = "", not_with: str = "", why_not_with: str = "") -> Resume:
     """A rule that allows a difference."""
-    return Resume(may_change=True, why=why, only_with=only_with, why_only_with=why_only_with)
+    return Resume(
+        may_change=True,
+        why=why,
+        only_with=only_with,
+        why_only_with=why_only_with,
+        not_with=not_with,
+        why_not_with=why_not_with,
+    )
 
 
 def fixed(why: str) -> Resume:

@@ -26,6 +26,11 @@ _OPTIMIZER = may_change("the optimizer uses the new value from here on")
 _COUNTED = may_change("rows are counted, not batches: no row is lost or repeated")
 _MEASURES = may_change("affects only what is measured")
 _MADE = may_change("the weights have already been initialised")
+_MADE_OR_UNIT = may_change(
+    "the weights have already been initialised",
+    not_with="model.normalized",
+    why_not_with="it is the unit of the stored scales: another model",
+)
 _FILES = may_change("the same corpora may have moved; others are refused when their rows are counted")
 _PRECISION = may_change(
     "weights and moments are kept in fp32 in both",
@@ -105,7 +110,7 @@ class ModelConfig:
     injection: Literal["residual", "add", "concat_linear"] = setting("residual", resume=_SHAPE)
     """How each loop takes in the hidden states h that reached the first one. `residual`: norm(s + h), Dory's, for `normalized`;
     `add`: s + h, with s = 0 at first; `concat_linear`: a matrix times [s; h]."""
-    init_std: float = setting(0.02, POSITIVE, resume=_MADE)
+    init_std: float = setting(0.02, POSITIVE, resume=_MADE_OR_UNIT)
     """Standard deviation of the initial weights; projections back to the residual stream use `init_std / sqrt(2 num_layers)`.
     With `normalized` it is also the unit of the stored scales, and part of the model."""
 

@@ -43,6 +43,8 @@ def _why_refused(setting: Setting, saved: Config, wanted: Config) -> str:
         return "all documents of a run begin alike"
     if not rule.may_change:
         return rule.why
+    if any(other.value_in(wanted) for other in settings(Config) if other.key == rule.not_with):
+        return rule.why_not_with
     needed = [other for other in settings(Config) if other.key == rule.only_with]
     return "" if all(other.value_in(wanted) for other in needed) else rule.why_only_with
 

@@ -97,3 +97,14 @@ def test_a_setting_of_a_nested_section_is_named_by_itself(saved: Path) -> None:
         check_weights(scaled, _initial(saved))
     assert "model.rope_scaling.rope_type = default in the checkpoint, linear in this run (another model)" in caught.value.found
     assert "model.rope_scaling.factor = 1.0 in the checkpoint, 2.0 in this run (another model)" in caught.value.found
+
+
+def test_the_deviation_of_new_weights_is_part_of_a_normalized_model(tmp_path: Path) -> None:
+    def made(init_std: float, **changes: object) -> Config:
+        return tiny_config("vanilla", model={"init_std": init_std, **changes})
+
+    normalized = {"normalized": True, "tie_word_embeddings": False}
+    for changes, refused in (({}, []), (normalized, ["model.init_std"])):
+        found = differences(made(0.03, **changes), made(0.02, **changes))
+        assert [one.setting.key for one in found] == ["model.init_std"]
+        assert [one.setting.key for one in found if one.refused] == refused
