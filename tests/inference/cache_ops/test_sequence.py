@@ -14,6 +14,7 @@ from megatron_dmtd.inference.cache_ops.program import Timeline, parse_program
 from megatron_dmtd.inference.cache_ops.sequence import EditedSequence, most_page_sets
 from tests.inference.cache_ops.engines import MODELS, NATIVE_MODELS, Checked
 from tests.inference.cache_ops.test_closure import brute_force
+from tests.oracles.parallel_dmtd import random_weights
 from tests.oracles.programs import random_program
 
 each_model = pytest.mark.parametrize("name", MODELS)
@@ -180,3 +181,19 @@ def test_samples_sampling_and_preemption_go_on_working():
     roomy = Checked("qwen3").engine.generate([text, text[:20]], max_new_tokens=20, params=params, cache=[PROGRAM, PROGRAM[:2]])
     assert [done.token_ids for done in crowded] == [done.token_ids for done in roomy] and len(set(crowded)) == 6
     one.engine.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "real-bidirectional, fours, windows"])
+def test_new_weights_forget_what_the_old_ones_have_cached(name):
+    one, tokens = Checked(name), ids(24)
+    one.generate([(tokens, PROGRAM)], 4)
+    one.weights = random_weights(one.shape, seed=9)
+    one.engine.update_weights(one.weights)
+    (done,) = one.generate([(tokens, PROGRAM)], 4)
+    assert done.usage.prefill_tokens == 24
+
+
+def test_bf16_errs_as_much_as_without_operations():
+    """Level: bf16, some hundredths of the logits."""
+    one, tokens = Checked("qwen3", dtype=torch.bfloat16), ids(24)
+    one.generate([(tokens, []), (tokens, PROGRAM)], 3, atol=0.2)
