@@ -68,7 +68,9 @@ def test_dropping_computes_the_new_tokens_alone(played):
     _, turns = played
     own = by_policy(turns)["rolling_drop"]
     assert all(turn.prefill_tokens == turn.new_tokens for turn in own) and sum(turn.repos_tokens for turn in own) > 0
-    assert own[-1].drop_skipped_tokens > 0 and own[-1].active_tokens < own[-1].prompt_tokens / 2
+    # What this request's own drops hide was still read by the message that triggers them.
+    dropped = own[-1].prompt_tokens - own[-1].active_tokens
+    assert dropped >= own[-1].drop_skipped_tokens > 0.2 * own[-1].prompt_tokens
 
 
 def test_a_text_that_is_shortened_is_computed_again(played):

@@ -132,7 +132,8 @@ def straight_outcome(config: Config, own: dict[str, torch.Tensor], tokens: torch
 
 def _weights(config: Config) -> dict[str, torch.Tensor]:
     """Random ones; a linear injection passes on the state of the last run alone."""
-    own = megatron_tensors(config, {name: 0.5 * tensor for name, tensor in wide_weights(config).items()})
+    straight = replace(config, model=replace(config.model, num_recurrent_layers=0, num_loops=1))
+    own = megatron_tensors(straight, {name: 0.5 * tensor for name, tensor in wide_weights(straight).items()})
     if config.model.injection == "concat_linear":
         eye = torch.eye(config.model.hidden_size)
         own["decoder.injection.weight"] = torch.cat((eye, torch.zeros_like(eye)), dim=1)
