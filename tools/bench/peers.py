@@ -300,6 +300,7 @@ class Peer:
 
 def _refusal(**words: str) -> Exception:
     from megatron_dmtd.errors import CapabilityError
+from megatron_dmtd.infra.console import ending_quietly
 
     return CapabilityError(**words)
 
@@ -512,4 +513,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ending_quietly(main))
