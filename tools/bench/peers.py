@@ -300,7 +300,6 @@ class Peer:
 
 def _refusal(**words: str) -> Exception:
     from megatron_dmtd.errors import CapabilityError
-from megatron_dmtd.infra.console import ending_quietly
 
     return CapabilityError(**words)
 
@@ -513,4 +512,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if "--worker" in sys.argv:  # in an environment that may lack this project
+        sys.exit(main())
+    from megatron_dmtd.infra.console import ending_quietly
+
     sys.exit(ending_quietly(main))

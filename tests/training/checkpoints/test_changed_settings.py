@@ -187,7 +187,18 @@ def _assert_saved_values(config: Config, directory: Path) -> None:
 
 def test_every_setting_of_the_optimizer_is_tried() -> None:
     may_change = {one.key for one in settings(Config) if one.resume.may_change}
-    assert {key for key in may_change if key.startswith("optimizer.")} | {"training.steps"} == OPTIMIZER.keys() - {"several"}
+    tried = (OPTIMIZER.keys() - {"several"}) | {"optimizer.unit_weights"}
+    assert {key for key in may_change if key.startswith("optimizer.")} | {"training.steps"} == tried
+
+
+def test_unit_weights_may_be_given_up_and_the_next_step_follows(corpus: tuple[str, str], tmp_path: Path) -> None:
+    config = _config(corpus, model={"normalized": True, "tie_word_embeddings": False}, cycle={"variant": "vanilla"})
+    run_ranks(1, _session, config, {"on": {}, "off": {"optimizer": {"unit_weights": False}}}, str(tmp_path))
+    lengths = {}
+    for name, step in (("saved", 2), ("on", 3), ("off", 3)):
+        weights = tensors_of(tmp_path / name / f"step_{step:08d}")["decoder.layers.self_attention.linear_qkv.weight"]
+        lengths[name] = (weights.double().norm(dim=-1) - 1).abs().max()
+    assert lengths["saved"] < 1e-6 and lengths["on"] < 1e-6 and lengths["off"] > 1e-5, lengths
 
 
 @pytest.mark.parametrize(("layout", "is_distributed"), PAIRS)
@@ -261,14 +272,29 @@ SAME_TO_ROUNDING: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
     "training.deterministic": (1, {"training": {"deterministic": False}}),
     "training.micro_batch_size": (1, {"training": {"micro_batch_size": 2}}),
 }
-#: settings with tests of their own below; context parallelism is not built
-OTHERS = {"training.global_batch_size", "training.rampup_batch_size", "training.precision", "parallel.context"}
+#: settings with tests of their own; context parallelism is not built
+OTHERS = {
+    "training.global_batch_size", "training.rampup_batch_size", "training.precision", "parallel.context",
+    "model.num_loops", "model.recurrent_kv_cache_mode", "optimizer.unit_weights",
+}  # fmt: skip
 
 
 def test_every_setting_that_may_change_is_tried() -> None:
     may_change = {one.key for one in settings(Config) if one.resume.may_change}
     tried = [*(OPTIMIZER.keys() - {"several"}), *SAME_BITS, *SAME_TO_ROUNDING, *OTHERS]
     assert sorted(tried) == sorted(may_change)
+
+
+def test_another_number_of_loops_makes_another_step_and_another_cache_none(corpus: tuple[str, str], tmp_path: Path) -> None:
+    loop = {"num_input_layers": 1, "num_recurrent_layers": 2, "num_loops": 2, "injection": "add"}
+    config = _config(corpus, model=loop, cycle={"variant": "vanilla"})
+    changes = {"same": {}, "more": {"model": {"num_loops": 3}}, "cache": {"model": {"recurrent_kv_cache_mode": "last_loop"}}}
+    run_ranks(1, _session, config, changes, str(tmp_path))
+    found = {name: tensors_of(tmp_path / name / "step_00000003") for name in changes}
+    assert all(torch.equal(found["cache"][key], tensor) for key, tensor in found["same"].items())
+    assert any(not torch.equal(found["more"][key], tensor) for key, tensor in found["same"].items())
+    for name, sections in changes.items():
+        assert from_yaml(tmp_path / name / "step_00000003" / paths.CONFIG_FILE) == with_settings(config, **sections)
 
 
 def _differing(sections: dict[str, Any], corpus: tuple[str, str], tmp_path: Path, name: str) -> dict[str, Any]:
