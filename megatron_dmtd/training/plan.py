@@ -80,10 +80,15 @@ def _stage_parameters(config: Config, placement: Placement, stage: Stage) -> int
     decoder, tensor = placement.schedule.decoder, config.parallel.tensor
     table = padded_vocab_size(decoder.vocab_size) * decoder.hidden_size // tensor
     tables = int(stage.index in placement.table_stages) + int(stage.has_output and not placement.tied)
-    final_norm = decoder.hidden_size if stage.has_output else 0
+    others = decoder.hidden_size if stage.has_output and decoder.final_norm.has_weight else 0
+    if stage.has_output and decoder.logit_scale is not None:
+        others += padded_vocab_size(decoder.vocab_size) // tensor
+    loop = decoder.loop
+    if loop is not None and loop.injection == "concat_linear" and loop.first_layer in stage.layers:
+        others += 2 * decoder.hidden_size**2
     layers = (decoder.layers[layer] for layer in stage.layers)
     own = sum(num_layer_parameters(layer, decoder.hidden_size, tensor_parallel=tensor) for layer in layers)
-    return own + tables * table + final_norm
+    return own + tables * table + others
 
 
 def _activation_bytes(config: Config, placement: Placement, stage: Stage, in_flight: int, *, on_gpu: bool) -> int:

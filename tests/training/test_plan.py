@@ -9,10 +9,12 @@ import torch
 
 from megatron_dmtd.architecture.activations import visit_activations_per_token
 from megatron_dmtd.architecture.flops import training_flops
+from megatron_dmtd.architecture.tensors import num_parameters
 from megatron_dmtd.config import Config, CycleConfig, ModelConfig, ParallelConfig, TrainingConfig
-from megatron_dmtd.config.decoder import schedule_of
+from megatron_dmtd.config.decoder import decoder_of, schedule_of
 from megatron_dmtd.errors import ConfigError
-from megatron_dmtd.training.plan import describe, make_plan, require_memory, to_dict
+from megatron_dmtd.parallel.placement import place
+from megatron_dmtd.training.plan import _stage_parameters, describe, make_plan, require_memory, to_dict
 from tests.support.ranks import run_ranks
 from tests.support.tiny import VARIANTS, tiny_config, with_settings
 
@@ -170,3 +172,18 @@ def test_the_description_names_every_stage_and_what_it_holds() -> None:
     for expected in ("4,022.5 M parameters", "28-35", "embeds", "adds Embed(x), head and loss", "pipeline bubble"):
         assert expected in text
     assert [stage["num_layers"] for stage in to_dict(plan)["stages"]] == [14, 14, 8]  # type: ignore[index,attr-defined]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalized": True, "tie_word_embeddings": False, "num_recurrent_layers": 2, "num_loops": 2},
+        {"num_recurrent_layers": 2, "num_loops": 2, "injection": "concat_linear"},
+        {"num_recurrent_layers": 2, "num_loops": 2, "injection": "add", "tie_word_embeddings": False},
+    ],
+    ids=["normalized", "linear injection", "sum"],
+)
+def test_parameters_of_looped_decoders_are_those_of_their_tensors(changes):
+    config = tiny_config("vanilla", model={"vocab_size": 128, **changes})  # a vocabulary that needs no padding
+    (stage,) = place(config).stages
+    assert _stage_parameters(config, place(config), stage) == num_parameters(decoder_of(config.model))
